@@ -1,0 +1,1 @@
+"""PyTorch fallbacks, one module an operator: any device, differentiable."""
