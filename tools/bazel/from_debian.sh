@@ -26,7 +26,7 @@ echo "deb [signed-by=$keyring] $mirror $suite main" >"$state/sources.list"
 # What the host or nobody provides: apt's resolver takes these for installed and leaves them out.
 for package in build-essential ca-certificates-java debconf default-jdk-headless libjs-jquery node-core-js \
   node-html5shiv python3 unzip util-linux zlib1g-dev; do
-  printf 'Package: %s\nStatus: install ok installed\nVersion: 9999\nArchitecture: amd64\n' "$package"
+  printf 'Package: %s\nStatus: install ok installed\nVersion: 99:0\nArchitecture: amd64\n' "$package"
   printf 'Maintainer: host\nDescription: host\n\n'
 done >"$state/status"
 private_apt() {
