@@ -11,7 +11,6 @@ load("@rules_cc//cc/common:cc_info.bzl", "CcInfo")
 _NVCC_FLAGS = [
     "-O3",
     "-std=c++17",
-    "-lineinfo",
     "-Xptxas=-v,--warn-on-spills,--warn-on-local-memory-usage",
     "-Xcompiler=-fPIC,-fvisibility=hidden",
     # Names of intermediate files reach the object's symbols. Beside the object they are derived from its name; in
@@ -52,9 +51,17 @@ def _cuda_library_impl(ctx):
         args.add("-ccbin", cc_toolchain.compiler_executable)
         args.add_all(_NVCC_FLAGS)
         args.add_all(["-gencode=arch=compute_%s,code=sm_%s" % (arch, arch) for arch in ctx.attr.gpu_archs])
+        if ctx.var["COMPILATION_MODE"] == "dbg":
+            # For profilers and compute-sanitizer. Not in other modes: it writes the sources' modification times into
+            # the machine code, and no two checkouts would build the same library.
+            args.add("-lineinfo")
         args.add_all(ctx.attr.copts)
         args.add_all(headers.includes, before_each = "-I")
         args.add_all(headers.quote_includes, before_each = "-I")
+        args.add_all(headers.system_includes, before_each = "-I")
+        # Names with internal linkage carry a hash of the source's path, which nvcc makes absolute: another name in
+        # each checkout. The front end takes the last of two, and has no public flag for it.
+        args.add(source, format = "-Xcudafe=--orig_src_path_name=%s")
         args.add("-c", source)
         args.add("-o", objects[-1])
         ctx.actions.run_shell(

@@ -32,9 +32,10 @@ def native_extension(name, srcs, deps, **kwargs):
             "-Wl,--version-script=$(location %s)" % exports,
             "-Wl,--strip-all",
             # The toolchain names -lstdc++ at the end of every link. The archive comes first and resolves all of it,
-            # and --as-needed keeps the then unused shared one out of the list of needed libraries.
-            "-static-libgcc",
+            # and --as-needed keeps the then unused shared one out of the list of needed libraries. libgcc_s stays
+            # shared: its archive would ask for a newer glibc than everything else here does.
             "-Wl,--as-needed",
+            "-Wl,--gc-sections",
             "-l:libstdc++.a",
         ],
         linkshared = True,
