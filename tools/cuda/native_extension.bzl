@@ -28,6 +28,8 @@ def native_extension(name, srcs, deps, **kwargs):
             "-std=c++17",
             "-fvisibility=hidden",
         ],
+        # The archives of --start-lib are gold's; see -fuse-ld below.
+        features = ["-supports_start_end_lib"],
         linkopts = [
             "-Wl,--version-script=$(location %s)" % exports,
             "-Wl,--strip-all",
@@ -35,6 +37,8 @@ def native_extension(name, srcs, deps, **kwargs):
             # and --as-needed keeps the then unused shared one out of the list of needed libraries. libgcc_s stays
             # shared: its archive would ask for a newer glibc than everything else here does.
             "-Wl,--as-needed",
+            # gold keeps the glibc symbols of sections that it drops, among them one of glibc 2.36; bfd asks for 2.34.
+            "-fuse-ld=bfd",
             "-Wl,--gc-sections",
             "-l:libstdc++.a",
         ],
