@@ -5,6 +5,8 @@ kernels, and all of them run the same nvcc, which reproducible wheels need. rule
 but it expects an installed toolkit and is not packaged where the Bazel Central Registry is out of reach.
 """
 
+load("@environment//:defs.bzl", "PYTHON")
+
 _FOLDER_IN_WHEEL = "nvidia/cu13"
 
 def _cuda_repository_impl(rctx):
@@ -12,7 +14,7 @@ def _cuda_repository_impl(rctx):
         fail("@cuda has wheels for linux x86_64 only, this machine is %s %s" % (rctx.os.name, rctx.os.arch))
     rctx.report_progress("downloading the CUDA compiler wheels")
     result = rctx.execute([
-        rctx.path(rctx.attr._python),
+        PYTHON,
         "-m",
         "pip",
         "download",
@@ -39,7 +41,6 @@ cuda_repository = repository_rule(
     doc = "Downloads the wheels of third_party/cuda/requirements.txt and unpacks them into one toolkit tree.",
     attrs = {
         "_build_file": attr.label(default = "//tools/cuda:toolkit.BUILD"),
-        "_python": attr.label(default = "@environment//:python"),
         "_requirements": attr.label(default = "//third_party/cuda:requirements.txt"),
     },
 )
