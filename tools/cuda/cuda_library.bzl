@@ -19,12 +19,12 @@ _NVCC_FLAGS = [
 ]
 
 # nvcc tells everything on stderr: the report keeps it but for the time it took (two builds shall be alike), and the log
-# shows what is no ptxas statistic.
+# shows what is no ptxas statistic: warnings, and the numbered remarks such as that of a serialised wgmma.
 _COMPILE = """
 report=$1; shift
 "$@" 2>"$report" || { cat "$report" >&2; exit 1; }
 sed -i '/^ptxas info *: Compile time/d' "$report"
-grep -v -e '^ptxas info' -e '^    [0-9]* bytes stack frame' "$report" >&2 || true
+grep -v -e '^ptxas info *: [^(]' -e '^    [0-9]* bytes stack frame' "$report" >&2 || true
 """
 
 def _cuda_library_impl(ctx):
