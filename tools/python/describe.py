@@ -1,6 +1,6 @@
 """Prints, as JSON, what the build needs to know about the interpreter that runs it.
 
-Keys in capitals become constants of `@environment//:defs.bzl`. Exits with a message when something is missing.
+Keys in capitals become constants of `@environment//:defs.bzl`, `installed` its installed.txt. Exits with a message when something is missing.
 """
 
 import importlib.metadata
@@ -24,16 +24,17 @@ REQUIRED = (
 )
 
 
-def missing_distributions() -> list[str]:
-    """Names of REQUIRED that the interpreter does not have."""
-    installed = {dist.metadata["Name"].lower().replace("_", "-") for dist in importlib.metadata.distributions()}
-    return [name for name in REQUIRED if name not in installed]
+def installed_distributions() -> dict[str, str]:
+    """Normalised name to version of each distribution that the interpreter sees."""
+    found = importlib.metadata.distributions()
+    return dict(sorted((dist.metadata["Name"].lower().replace("_", "-"), dist.version) for dist in found))
 
 
 def main() -> None:
     if sys.version_info < (3, 10) or sys.implementation.name != "cpython":
         sys.exit(f"it is {sys.implementation.name} {sys.version.split()[0]}, accepted is CPython 3.10 or later")
-    missing = missing_distributions()
+    installed = installed_distributions()
+    missing = [name for name in REQUIRED if name not in installed]
     if missing:
         sys.exit(f"it lacks {', '.join(missing)}: {sys.executable} -m pip install {' '.join(missing)}")
     include = sysconfig.get_path("include")
@@ -51,6 +52,7 @@ def main() -> None:
             "ABI_TAG": tag.abi,
             "EXT_SUFFIX": sysconfig.get_config_var("EXT_SUFFIX"),
             "SITE_PACKAGES": sysconfig.get_path("purelib"),
+            "installed": "".join(f"{name}=={version}\n" for name, version in installed.items()),
             "include": include,
             "pybind11_include": pybind11.get_include(),
         },

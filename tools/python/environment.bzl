@@ -7,7 +7,8 @@ interpreter sees. So a single repository rule settles the interpreter and everyt
 - Otherwise the rule makes a virtual environment from the locked, hashed third_party/python/requirements.txt.
 
 `defs.bzl` of the repository holds the facts (see describe.py), `:pybind11` and `:python_headers` the C++ side, and
-`:toolchain` makes py_binary and py_test run with this interpreter.
+`:toolchain` makes py_binary and py_test run with this interpreter. Bazel does not see the interpreter's packages; what
+depends on them takes `installed.txt` as an input.
 """
 
 _LOCKED_PYTHON = "3.11"
@@ -22,6 +23,8 @@ load("@rules_python//python:py_runtime.bzl", "py_runtime")
 load("@rules_python//python:py_runtime_pair.bzl", "py_runtime_pair")
 
 package(default_visibility = ["//visibility:public"])
+
+exports_files(["installed.txt"])
 
 cc_library(
     name = "python_headers",
@@ -101,6 +104,7 @@ def _environment_impl(rctx):
     facts = json.decode(described.stdout)
     rctx.symlink(facts.pop("include"), "include/python")
     rctx.symlink(facts.pop("pybind11_include"), "include/pybind11")
+    rctx.file("installed.txt", facts.pop("installed"))
     rctx.file("defs.bzl", "".join(["%s = %r\n" % item for item in facts.items()]))
     rctx.file("BUILD.bazel", _BUILD.format(python = facts["PYTHON"]))
 
