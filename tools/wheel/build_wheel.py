@@ -7,8 +7,6 @@ manylinux tag that auditwheel grants; a wheel without one is py3-none-any.
 
 import argparse
 import ast
-import email.message
-import email.policy
 import json
 import os
 import pathlib
@@ -60,19 +58,17 @@ def contents_of(files: list[list[str]]) -> dict[str, bytes]:
 
 
 def metadata(version: str) -> bytes:
-    message = email.message.Message(email.policy.compat32)
-    for key, value in (
-        ("Metadata-Version", "2.4"),
-        ("Name", "atrex"),
-        ("Version", version),
-        ("Summary", "GPU operators for LLM inference: one public function an operator, one kernel a hardware target"),
-        ("License-Expression", "Apache-2.0"),
-        ("License-File", "LICENSE"),
-        ("Requires-Python", ">=3.10"),
-        ("Requires-Dist", "torch"),
-    ):
-        message[key] = value
-    return message.as_bytes()
+    fields = (
+        "Metadata-Version: 2.4",
+        "Name: atrex",
+        f"Version: {version}",
+        "Summary: GPU operators for LLM inference: one public function an operator, one kernel a hardware target",
+        "License-Expression: Apache-2.0",
+        "License-File: LICENSE",
+        "Requires-Python: >=3.10",
+        "Requires-Dist: torch",
+    )
+    return ("\n".join(fields) + "\n").encode()
 
 
 def write_wheel(folder: str, version: str, tag: str, contents: dict[str, bytes], license_text: bytes) -> str:
