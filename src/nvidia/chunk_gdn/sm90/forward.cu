@@ -1,0 +1,80 @@
+#include "forward.h"
+
+#include "launch.h"
+
+namespace atrex::chunk_gdn {
+namespace {
+
+// Makes `device` current while it lives.
+class DeviceScope {
+ public:
+  explicit DeviceScope(int device) {
+    check(cudaGetDevice(&previous_), "cudaGetDevice");
+    if (previous_ != device) check(cudaSetDevice(device), "cudaSetDevice");
+    changed_ = previous_ != device;
+  }
+  ~DeviceScope() {
+    if (changed_) cudaSetDevice(previous_);
+  }
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
+
+ private:
+  int previous_ = 0;
+  bool changed_ = false;
+};
+
+// Through the runtime, so that nothing links against libcuda.
+decltype(&cuTensorMapEncodeTiled) encode_function() {
+  static const auto function = [] {
+    void* symbol = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &symbol, 12000, cudaEnableDefault, &found),
+          "cudaGetDriverEntryPointByVersion");
+    if (found != cudaDriverEntryPointSuccess) throw std::runtime_error("the driver has no cuTensorMapEncodeTiled");
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(symbol);
+  }();
+  return function;
+}
+
+// [B, T, H, 128] as boxes of 64 features x 64 tokens of one head, 128-byte swizzled.
+CUtensorMap encode(const Activation& x, int batch, int tokens, int heads, bool fp16) {
+  CUtensorMap map{};
+  if (tokens == 0) return map;  // no kernel reads it
+  constexpr uint64_t kRowBytes = kHeadDim * 2;  // stands in for the stride of a dimension of size 1, which can be any
+  const cuuint64_t sizes[] = {kHeadDim, cuuint64_t(heads), cuuint64_t(tokens), cuuint64_t(batch)};
+  const cuuint64_t strides[] = {heads > 1 ? uint64_t(x.stride_h) * 2 : kRowBytes,
+                                tokens > 1 ? uint64_t(x.stride_t) * 2 : kRowBytes,
+                                batch > 1 ? uint64_t(x.stride_b) * 2 : kRowBytes};
+  const cuuint32_t box[] = {64, 1, kChunk, 1};
+  const cuuint32_t element_strides[] = {1, 1, 1, 1};
+  const CUresult result = encode_function()(
+      &map, fp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(x.data),
+      sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) throw std::runtime_error("cuTensorMapEncodeTiled: error " + std::to_string(result));
+  return map;
+}
+
+}  // namespace
+
+void forward(Problem p, const Plan& plan, bool fp16, int device, cudaStream_t stream) {
+  const DeviceScope scope(device);
+  p.slots = plan.slots;
+  p.segments = plan.segments;
+  p.offsets = workspace_of(plan.slots, p.value_heads, p.sequences, plan.segments);
+  const Activation out = {p.out, int64_t(p.tokens) * p.value_heads * kHeadDim, int64_t(p.value_heads) * kHeadDim,
+                          kHeadDim};
+  const ScanMaps maps = {encode(p.k, p.batch, p.tokens, p.heads, fp16), encode(p.q, p.batch, p.tokens, p.heads, fp16),
+                         encode(p.v, p.batch, p.tokens, p.value_heads, fp16),
+                         encode(out, p.batch, p.tokens, p.value_heads, fp16)};
+  if (p.tokens > 0) launch_prepare(p, fp16, maps.k, maps.q, stream);
+  (fp16 ? launch_scan_fp16 : launch_scan_bf16)(p, plan.warpgroups, maps, stream);
+}
+
+void pack(const PackedCopy& copy, int device, cudaStream_t stream) {
+  const DeviceScope scope(device);
+  launch_pack(copy, stream);
+}
+
+}  // namespace atrex::chunk_gdn

@@ -1,0 +1,252 @@
+// Thin wrappers over the Hopper instructions that the kernels use: mbarriers, bulk copies, wgmma, matrix moves.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace atrex::chunk_gdn {
+
+__device__ __forceinline__ uint32_t smem_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- 16-bit pairs -------------------------------------------------------------------------------------------------
+
+template <class T>
+__device__ __forceinline__ uint32_t pack2(float low, float high) {
+  uint32_t packed;
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  }
+  return packed;
+}
+
+template <class T>
+__device__ __forceinline__ float2 unpack2(uint32_t packed) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u)};
+  } else {
+    return __half22float2(*reinterpret_cast<const __half2*>(&packed));
+  }
+}
+
+// ---- mbarriers ----------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(arrivals));
+}
+// Makes the initialised barriers visible to the copy engine.
+__device__ __forceinline__ void mbarrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void mbarrier_expect(uint64_t* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)), "r"(bytes)
+               : "memory");
+}
+// Predicated inside the asm: a C++ branch would end the basic block while wgmmas are in flight, and ptxas then
+// serialises all of them.
+__device__ __forceinline__ void mbarrier_arrive_if(uint64_t* barrier, bool on) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %1, 0; @p mbarrier.arrive.shared::cta.b64 _, [%0];}" ::"r"(smem_address(barrier)),
+      "r"(int(on))
+      : "memory");
+}
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
+  asm volatile(
+      "{.reg .pred p;\n"
+      "LOOP: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+      "@p bra DONE;\n"
+      "bra LOOP;\n"
+      "DONE:}" ::"r"(smem_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- copies -------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+// Coordinates: feature, head, token, batch entry.
+__device__ __forceinline__ void load_tile(void* to, const CUtensorMap* map, int feature, int head, int token, int batch,
+                                          uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(smem_address(to)),
+      "l"(map), "r"(feature), "r"(head), "r"(token), "r"(batch), "r"(smem_address(barrier))
+      : "memory");
+}
+__device__ __forceinline__ void load_bulk(void* to, const void* from, int bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   smem_address(to)),
+               "l"(from), "r"(bytes), "r"(smem_address(barrier))
+               : "memory");
+}
+__device__ __forceinline__ void store_tile_if(const CUtensorMap* map, uint32_t from, int feature, int head, int token,
+                                              int batch, bool on) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %6, 0;\n"
+      "@p cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];\n"
+      "@p cp.async.bulk.commit_group;}" ::"l"(map),
+      "r"(feature), "r"(head), "r"(token), "r"(batch), "r"(from), "r"(int(on))
+      : "memory");
+}
+__device__ __forceinline__ void store_bulk(void* to, const void* from, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(smem_address(from)),
+               "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void store_wait_read_if(bool on) {
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %0, 0; @p cp.async.bulk.wait_group.read %1;}" ::"r"(int(on)),
+               "n"(kPending)
+               : "memory");
+}
+__device__ __forceinline__ void store_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// Orders a thread's own shared-memory stores before later reads by wgmma and the copy engine.
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- programmatic dependent launch --------------------------------------------------------------------------------
+
+__device__ __forceinline__ void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void grid_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+// ---- matrix moves -------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void load_matrix_transposed(uint32_t* fragment, uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ __forceinline__ void store_matrix_transposed(uint32_t address, const uint32_t* fragment) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
+               : "memory");
+}
+__device__ __forceinline__ void store_matrix(uint32_t address, const uint32_t* fragment) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(fragment[0]),
+               "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
+               : "memory");
+}
+__device__ __forceinline__ float2 load_shared2(const float* pointer) {
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(smem_address(pointer)));
+  return value;
+}
+
+// ---- warpgroup matrix products ------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+// Ties registers to this place, so that the compiler moves no access across a fence or a wait.
+template <int kCount>
+__device__ __forceinline__ void tie(float (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(values[i])::"memory");
+}
+template <int kCount>
+__device__ __forceinline__ void tie(uint32_t (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(values[i])::"memory");
+}
+
+// Descriptor of a 128-byte-swizzled operand; byte offsets between 8-row groups (`stride`) and, for an operand whose
+// reduction runs over rows, between 64-column panels (`lead`).
+__device__ __forceinline__ uint64_t smem_descriptor(uint32_t address, uint32_t lead, uint32_t stride) {
+  return uint64_t((address & 0x3ffff) >> 4) | uint64_t(lead >> 4) << 16 | uint64_t(stride >> 4) << 32 | 1ull << 62;
+}
+
+#define ATREX_F8(d, o)                                                                                             \
+  "+f"(d[o]), "+f"(d[o + 1]), "+f"(d[o + 2]), "+f"(d[o + 3]), "+f"(d[o + 4]), "+f"(d[o + 5]), "+f"(d[o + 6]), \
+      "+f"(d[o + 7])
+#define ATREX_F32(d, o) ATREX_F8(d, o), ATREX_F8(d, o + 8), ATREX_F8(d, o + 16), ATREX_F8(d, o + 24)
+#define ATREX_D32                                                                                                 \
+  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29," \
+  "%30,%31}"
+#define ATREX_D64                                                                                                 \
+  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29," \
+  "%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57," \
+  "%58,%59,%60,%61,%62,%63}"
+#define ATREX_WGMMA_RS64(TYPE)                                                                                   \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE \
+               " " ATREX_D32 ", {%32,%33,%34,%35}, %36, p, 1, 1, 0;\n}\n"                                         \
+               : ATREX_F32(d, 0)                                                                                  \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)))
+#define ATREX_WGMMA_RS128(TYPE)                                                                                    \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE \
+               " " ATREX_D64 ", {%64,%65,%66,%67}, %68, p, 1, 1, 1;\n}\n"                                           \
+               : ATREX_F32(d, 0), ATREX_F32(d, 32)                                                                  \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)))
+#define ATREX_WGMMA_SS64(TYPE)                                                                                   \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE \
+               " " ATREX_D32 ", %32, %33, p, 1, 1, 0, 0;\n}\n"                                                    \
+               : ATREX_F32(d, 0)                                                                                  \
+               : "l"(a), "l"(b), "r"(int(accumulate)))
+
+// d[64 x 64] (+)= a[64 x 16] b[16 x 64]; a in registers, b's rows are the 64 columns (K-major).
+template <class T>
+__device__ __forceinline__ void wgmma_64x64(float (&d)[32], const uint32_t* a, uint64_t b, bool accumulate) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    ATREX_WGMMA_RS64("bf16");
+  } else {
+    ATREX_WGMMA_RS64("f16");
+  }
+}
+// d[64 x 128] += a[64 x 16] b[16 x 128]; a in registers, b's rows are the reduction (MN-major).
+template <class T>
+__device__ __forceinline__ void wgmma_64x128(float (&d)[64], const uint32_t* a, uint64_t b, bool accumulate = true) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    ATREX_WGMMA_RS128("bf16");
+  } else {
+    ATREX_WGMMA_RS128("f16");
+  }
+}
+// d[64 x 64] (+)= a[64 x 16] b[16 x 64]; both in shared memory, K-major.
+template <class T>
+__device__ __forceinline__ void wgmma_64x64(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    ATREX_WGMMA_SS64("bf16");
+  } else {
+    ATREX_WGMMA_SS64("f16");
+  }
+}
+
+#undef ATREX_F8
+#undef ATREX_F32
+#undef ATREX_D32
+#undef ATREX_D64
+#undef ATREX_WGMMA_RS64
+#undef ATREX_WGMMA_RS128
+#undef ATREX_WGMMA_SS64
+
+// ---- warp matrix product in tf32 ----------------------------------------------------------------------------------
+
+__device__ __forceinline__ uint32_t to_tf32(float value) {
+  uint32_t rounded;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(value));
+  return rounded;
+}
+// d[16 x 8] += a[16 x 8] b[8 x 8]
+__device__ __forceinline__ void mma_tf32(float* d, const uint32_t* a, const uint32_t* b) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+}  // namespace atrex::chunk_gdn
