@@ -37,15 +37,30 @@ kernel_target = rule(
     },
 )
 
-def _selected_targets_impl(ctx):
-    known = {target[KernelTargetInfo].path: target[KernelTargetInfo] for target in ctx.attr.known}
-    names = ctx.attr.flag[BuildSettingInfo].value
+def choose(names, known):
+    """Which of the known targets the flag's names choose.
+
+    Args:
+      names: the flag's value.
+      known: paths of all kernel targets.
+
+    Returns:
+      the chosen paths, sorted and each once, and the error in words or None.
+    """
     if names == [_ALL]:
-        names = known.keys()
+        return sorted(known), None
     unknown = [name for name in names if name not in known]
     if unknown:
-        fail("--//tools/targets names %s; known are: %s" % (", ".join(unknown), ", ".join(sorted(known) + [_ALL])))
-    return [SelectedTargetsInfo(targets = depset([known[name] for name in sorted(names)]))]
+        accepted = ", ".join(sorted(known) + [_ALL])
+        return [], "--//tools/targets names %s; accepted are: %s" % (", ".join(unknown), accepted)
+    return sorted({name: None for name in names}), None
+
+def _selected_targets_impl(ctx):
+    known = {target[KernelTargetInfo].path: target[KernelTargetInfo] for target in ctx.attr.known}
+    paths, error = choose(ctx.attr.flag[BuildSettingInfo].value, known.keys())
+    if error:
+        fail(error)
+    return [SelectedTargetsInfo(targets = depset([known[path] for path in paths]))]
 
 selected_targets = rule(
     implementation = _selected_targets_impl,
