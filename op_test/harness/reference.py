@@ -1,5 +1,7 @@
 """The gated delta rule token by token in float64: what every implementation is compared with."""
 
+import itertools
+
 import torch
 
 
@@ -18,7 +20,7 @@ def gated_delta_rule(q, k, v, g, beta, scale, states, lengths=None, l2norm=False
     spans = [(b, 0, T) for b in range(B)]
     if lengths is not None:
         ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
-        spans = [(0, start, end) for start, end in zip(ends, ends[1:])]
+        spans = [(0, start, end) for start, end in itertools.pairwise(ends)]
     o = torch.zeros_like(v)
     finals, checkpoints = [], []
     for n, (b, start, end) in enumerate(spans):

@@ -6,33 +6,34 @@ of one imports its contract from ``atrex.api``.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any, Callable
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from ._version import __version__ as __version__
 
 __all__ = ["can_use_chunk_gated_delta_rule", "chunk_gated_delta_rule"]
 
+_namespace = globals()
+
 
 class _LazyFunction:
     """A function that is imported when it is first called or looked at.
 
-    ``inspect.signature`` and ``help`` see the signature and the docstring of the real function. ``__get__`` makes the
-    proxy a routine in the eyes of ``inspect`` and ``pydoc``, and lets it stand in a class body as a function does.
+    ``inspect.signature`` and ``help`` see the real signature and docstring. ``__get__`` makes the proxy a routine in
+    the eyes of ``inspect`` and ``pydoc``, and lets it stand in a class body as a function does.
     """
 
-    def __init__(self, name: str, module: str) -> None:
+    def __init__(self, name: str, load: Callable[[], Any]) -> None:
         self.__name__ = self.__qualname__ = name
         self.__module__ = __name__
-        self._source = module
+        self._load = load
         self._function: Callable[..., Any] | None = None
 
     def _resolve(self) -> Callable[..., Any]:
         function = self._function
         if function is None:
-            function = getattr(importlib.import_module(self._source), self.__name__)
-            self._function = function
-            globals()[self.__name__] = function  # later look-ups of the public name meet no proxy
+            function = self._function = getattr(self._load(), self.__name__)
+            _namespace[self.__name__] = function  # later look-ups of the public name meet no proxy
         return function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -45,7 +46,7 @@ class _LazyFunction:
         return self if instance is None else self._resolve().__get__(instance, owner)
 
     def __repr__(self) -> str:
-        return f"<function {__name__}.{self.__name__}>"
+        return f"<function {self.__module__}.{self.__name__}>"
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -56,13 +57,24 @@ class _LazyFunction:
         return self._resolve().__doc__
 
 
-def _lazy_import_and_call(name: str, module: str) -> Any:
-    """A proxy for ``module.name`` that puts the real function into this namespace when it is first used."""
-    return _LazyFunction(name, module)
+def _lazy_import_and_call(name: str, load: Callable[[], Any]) -> Any:
+    """A proxy for the function ``name`` of the module that ``load`` imports.
+
+    ``load`` holds an import statement: that is a form of import that ``torch.compile`` can trace, should the first
+    call happen in a compiled function.
+    """
+    return _LazyFunction(name, load)
+
+
+def _chunk_gdn() -> Any:
+    from .api import chunk_gdn
+
+    return chunk_gdn
 
 
 if TYPE_CHECKING:
-    from .api.chunk_gdn import can_use_chunk_gated_delta_rule, chunk_gated_delta_rule
+    from .api.chunk_gdn import can_use_chunk_gated_delta_rule as can_use_chunk_gated_delta_rule
+    from .api.chunk_gdn import chunk_gated_delta_rule as chunk_gated_delta_rule
 else:
-    chunk_gated_delta_rule = _lazy_import_and_call("chunk_gated_delta_rule", "atrex.api.chunk_gdn")
-    can_use_chunk_gated_delta_rule = _lazy_import_and_call("can_use_chunk_gated_delta_rule", "atrex.api.chunk_gdn")
+    can_use_chunk_gated_delta_rule = _lazy_import_and_call("can_use_chunk_gated_delta_rule", _chunk_gdn)
+    chunk_gated_delta_rule = _lazy_import_and_call("chunk_gated_delta_rule", _chunk_gdn)

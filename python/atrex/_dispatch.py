@@ -6,9 +6,10 @@ import importlib
 import importlib.util
 import logging
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -63,7 +64,9 @@ def _in_wheel(entry: str) -> bool:
         return False
 
 
-def pick(policy: Sequence[Implementation], device: torch.device, call: Any) -> tuple[Implementation | None, Eligibility]:
+def pick(
+    policy: Sequence[Implementation], device: torch.device, call: Any
+) -> tuple[Implementation | None, Eligibility]:
     """The first implementation of ``policy`` that takes the checked ``call``, or None and why there is none."""
     target = device_target(device)
     vendor, arch = target.vendor, target.arch
@@ -79,11 +82,19 @@ def pick(policy: Sequence[Implementation], device: torch.device, call: Any) -> t
             refusal = answer
     if refusal is None:
         known = ", ".join(f"{implementation.vendor}/{implementation.arch}" for implementation in policy)
-        refusal = Eligibility(False, str(target), f"no implementation for {target} ({device}), there is one for {known}")
+        refusal = Eligibility(
+            False, str(target), f"no implementation for {target} ({device}), there is one for {known}"
+        )
     return None, refusal
 
 
-def dispatch(operator: str, policy: Sequence[Implementation], fallback: str, device: torch.device, call: Any) -> Any:
+def dispatch(
+    operator: str,
+    policy: Sequence[Implementation],
+    fallback: Callable[[Any], Any],
+    device: torch.device,
+    call: Any,
+) -> Any:
     """Run ``call`` on the implementation that ``policy`` picks, else on ``fallback``.
 
     Raises:
@@ -96,7 +107,7 @@ def dispatch(operator: str, policy: Sequence[Implementation], fallback: str, dev
         if os.environ.get("ATREX_REQUIRE_KERNEL") == "1":
             raise RuntimeError(f"{operator}: {answer.reason}; ATREX_REQUIRE_KERNEL=1 forbids the PyTorch fallback")
         _warn_once(operator, answer.reason)
-    return _load(fallback)(call)
+    return fallback(call)
 
 
 @cache

@@ -12,6 +12,7 @@ class ChunkGdnCall(NamedTuple):
 
     An implementation returns ``(o, final_state or None, checkpoints or None)``: ``final_state`` if
     ``output_final_state`` (the pool itself if there are ``state_indices``), ``checkpoints`` if ``checkpoint_every``.
+    What it returns is contiguous and, but for the pool, shares no memory with the arguments.
 
     Guaranteed: all tensors on one device, shapes and dtypes of the public docstring, ``cu_seqlens`` and
     ``state_indices`` contiguous. Not guaranteed: strides and alignment of all others, the values of ``cu_seqlens``

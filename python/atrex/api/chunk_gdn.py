@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Collection
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from .._device import device_target
 from .._dispatch import Eligibility, Implementation, dispatch, pick
 from ._chunk_gdn_call import ChunkGdnCall
 
 _OPERATOR = "chunk_gated_delta_rule"
-_FALLBACK = "atrex.fallback.chunk_gdn:chunk_gated_delta_rule"
 _CHUNK = 64
 
 _HALF_DTYPES = frozenset({torch.bfloat16, torch.float16})
@@ -30,19 +31,19 @@ _SINGLE_DTYPES = (
 
 
 def chunk_gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
     scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
+    initial_state: Tensor | None = None,
     output_final_state: bool = False,
     *,
     use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     state_v_first: bool = False,
-    state_indices: torch.Tensor | None = None,
+    state_indices: Tensor | None = None,
     checkpoint_every: int = 0,
     head_first: bool = False,
 ) -> tuple[Any, ...]:
@@ -74,13 +75,14 @@ def chunk_gated_delta_rule(
         output_final_state: Whether to return the states after the last token.
         use_qk_l2norm_in_kernel: Divide q and k by ``sqrt(sum(x * x) + 1e-6)`` over K first.
         cu_seqlens: Offsets ``[N + 1]`` of packed sequences, rising from 0, int32 or int64, contiguous, on the device
-            of q; B must be 1. Lengths of 0 are allowed. Tokens from ``cu_seqlens[-1]`` on are padding: their outputs
+            of q; B must be 1 and N at least 1. Lengths of 0 are allowed. Tokens from ``cu_seqlens[-1]`` on are padding: their outputs
             are 0. On a GPU the values are not read back: sequence ``i`` runs from ``cu_seqlens[i]`` clamped to
             [0, T] to ``cu_seqlens[i + 1]`` clamped to [start, T]. On a CPU malformed offsets are an error.
         state_v_first: States are ``[., HV, V, K]`` instead of ``[., HV, K, V]``: initial, final and checkpoints.
         state_indices: Slot ``[N]`` of each sequence in the pool ``initial_state``, int32 or int64, contiguous, each
             slot at most once. The pool is read and written in place, outside of autograd. An index outside of
-            [0, P), such as -1, marks padding: the outputs of that sequence are 0 and the pool stays as it is.
+            [0, P), such as -1, marks padding: the outputs and checkpoints of that sequence are 0 and the pool stays
+            as it is.
         checkpoint_every: Also return the states after each so many tokens of each sequence; a multiple of 64, or 0
             for none.
         head_first: Not accepted; there for callers who pass False by name.
@@ -105,28 +107,33 @@ def chunk_gated_delta_rule(
     and v are computed in float64, and g, beta and the states may be float64 with them. Everything else is computed
     in float32 there, and on a GPU the fallback waits for the values of ``cu_seqlens``.
     """
-    call = _check(
+    call = check(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
         state_v_first, state_indices, checkpoint_every, head_first,
     )  # fmt: skip
-    o, final_state, checkpoints = dispatch(_OPERATOR, _POLICY, _FALLBACK, q.device, call)
+    if torch.compiler.is_compiling() and not call.needs_grad:
+        from ._chunk_gdn_ops import call_compiled
+
+        o, final_state, checkpoints = call_compiled(call)
+    else:
+        o, final_state, checkpoints = run(call)
     return (o, final_state, checkpoints) if checkpoint_every else (o, final_state)
 
 
 def can_use_chunk_gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
     scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
+    initial_state: Tensor | None = None,
     output_final_state: bool = False,
     *,
     use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     state_v_first: bool = False,
-    state_indices: torch.Tensor | None = None,
+    state_indices: Tensor | None = None,
     checkpoint_every: int = 0,
     head_first: bool = False,
 ) -> Eligibility:
@@ -139,41 +146,56 @@ def can_use_chunk_gated_delta_rule(
         A call that ``chunk_gated_delta_rule`` would reject is not eligible, for the reason that its error gives.
     """
     try:
-        call = _check(
+        call = check(
             q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
             state_v_first, state_indices, checkpoint_every, head_first,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
-        target = str(device_target(q.device)) if isinstance(q, torch.Tensor) else "unknown"
+        target = str(device_target(q.device)) if isinstance(q, Tensor) else "unknown"
         return Eligibility(False, target, str(error))
     return pick(_POLICY, q.device, call)[1]
 
 
-def _check(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+def run(call: ChunkGdnCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Serve a checked call with the implementation that the policy picks."""
+    return dispatch(_OPERATOR, _POLICY, _fallback, call.q.device, call)
+
+
+def _fallback(call: ChunkGdnCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    # An import statement, because torch.compile traces it: inputs that require grad do not go through an operator.
+    from ..fallback import chunk_gdn
+
+    return chunk_gdn.chunk_gated_delta_rule(call)
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
     scale: float | None,
-    initial_state: torch.Tensor | None,
+    initial_state: Tensor | None,
     output_final_state: bool,
     use_qk_l2norm_in_kernel: bool,
-    cu_seqlens: torch.Tensor | None,
+    cu_seqlens: Tensor | None,
     state_v_first: bool,
-    state_indices: torch.Tensor | None,
+    state_indices: Tensor | None,
     checkpoint_every: int,
     head_first: bool,
 ) -> ChunkGdnCall:
     """Reject what the contract rejects. This runs before every launch: nothing is formatted on the good path."""
-    if not isinstance(q, torch.Tensor):
-        raise _not_a_tensor("q", q)
+    if not (
+        isinstance(q, Tensor)
+        and isinstance(k, Tensor)
+        and isinstance(v, Tensor)
+        and isinstance(g, Tensor)
+        and isinstance(beta, Tensor)
+    ):
+        raise next(_not_a_tensor(*item) for item in _named(q, k, v, g, beta) if not isinstance(item[1], Tensor))
     device = q.device
-    for name, x in (("k", k), ("v", v), ("g", g), ("beta", beta)):
-        if not isinstance(x, torch.Tensor):
-            raise _not_a_tensor(name, x)
-        if x.device != device:
-            raise _wrong_device(name, x, device)
+    if not (k.device == device and v.device == device and g.device == device and beta.device == device):
+        raise next(_wrong_device(*item, device) for item in _named(q, k, v, g, beta) if item[1].device != device)
     if head_first:
         raise ValueError("head_first=True is not accepted: tensors are [B, T, heads, ...], so transpose(1, 2) first")
 
@@ -199,9 +221,12 @@ def _check(
 
     double = q.dtype is torch.float64
     inputs, gates, states = _DOUBLE_DTYPES if double else _SINGLE_DTYPES
-    for name, x, accepted in (("q", q, inputs), ("k", k, inputs), ("v", v, inputs), ("g", g, gates), ("beta", beta, gates)):
-        if x.dtype not in accepted:
-            raise _wrong_dtype(name, x, accepted)
+    if not (q.dtype in inputs and k.dtype in inputs and v.dtype in inputs):
+        raise next(_wrong_dtype(*item, inputs) for item in _named(q, k, v) if item[1].dtype not in inputs)
+    if g.dtype not in gates:
+        raise _wrong_dtype("g", g, gates)
+    if beta.dtype not in gates:
+        raise _wrong_dtype("beta", beta, gates)
 
     if scale is None:
         scale = K**-0.5
@@ -219,7 +244,7 @@ def _check(
 
     state_dtype = torch.float64 if double else torch.float32
     if initial_state is not None:
-        if not isinstance(initial_state, torch.Tensor):
+        if not isinstance(initial_state, Tensor):
             raise _not_a_tensor("initial_state", initial_state)
         if initial_state.device != device:
             raise _wrong_device("initial_state", initial_state, device)
@@ -264,7 +289,7 @@ def _check(
 
 
 def _check_indices(name: str, x: object, device: torch.device) -> None:
-    if not isinstance(x, torch.Tensor):
+    if not isinstance(x, Tensor):
         raise _not_a_tensor(name, x)
     if x.device != device:
         raise _wrong_device(name, x, device)
@@ -276,19 +301,23 @@ def _check_indices(name: str, x: object, device: torch.device) -> None:
         raise ValueError(f"{name} must be contiguous, got stride {x.stride(0)}")
 
 
+def _named(*tensors: Tensor) -> Iterable[tuple[str, Tensor]]:
+    return zip(("q", "k", "v", "g", "beta"), tensors, strict=False)
+
+
 def _not_a_tensor(name: str, x: object) -> TypeError:
     return TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
 
 
-def _wrong_device(name: str, x: torch.Tensor, device: torch.device) -> ValueError:
+def _wrong_device(name: str, x: Tensor, device: torch.device) -> ValueError:
     return ValueError(f"{name} must be on {device} as q, got {x.device}")
 
 
-def _wrong_dtype(name: str, x: torch.Tensor, accepted: Collection[torch.dtype]) -> TypeError:
+def _wrong_dtype(name: str, x: Tensor, accepted: Collection[torch.dtype]) -> TypeError:
     return TypeError(f"{name} must be {_names(accepted)}, got {_name(x.dtype)}")
 
 
-def _wrong_shape(name: str, x: torch.Tensor, accepted: str) -> ValueError:
+def _wrong_shape(name: str, x: Tensor, accepted: str) -> ValueError:
     return ValueError(f"{name} must have shape {accepted}, got {list(x.shape)}")
 
 

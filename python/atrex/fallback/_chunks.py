@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 CHUNK = 64
@@ -13,11 +15,11 @@ def sequence_spans(offsets: list[int], T: int, strict: bool) -> tuple[list[int],
     Raises:
         ValueError: ``strict``, and the offsets do not rise from 0 to at most T.
     """
-    if strict and (offsets[0] != 0 or offsets[-1] > T or any(a > b for a, b in zip(offsets, offsets[1:]))):
+    if strict and (offsets[0] != 0 or offsets[-1] > T or any(a > b for a, b in itertools.pairwise(offsets))):
         shown = str(offsets if len(offsets) <= 10 else [*offsets[:5], "...", *offsets[-4:]])
         raise ValueError(f"cu_seqlens must rise from 0 to at most T={T}, got {shown}")
     starts = [min(max(offset, 0), T) for offset in offsets[:-1]]
-    return starts, [min(max(offset, start), T) - start for offset, start in zip(offsets[1:], starts)]
+    return starts, [min(max(offset, start), T) - start for offset, start in zip(offsets[1:], starts, strict=False)]
 
 
 class Chunks:
@@ -39,14 +41,14 @@ class Chunks:
         self._in_place = starts == [0] and lengths == [tokens] and tokens % CHUNK == 0
         if self._in_place:
             return
-        by_rank = torch.tensor([lengths[i] for i in self.order])
-        before = by_rank.cumsum(0) - by_rank
-        total = int(by_rank.sum())
-        place = torch.arange(total) - before.repeat_interleave(by_rank)
-        first = torch.tensor([0, *self.running]).cumsum(0)
-        rank = torch.arange(len(lengths)).repeat_interleave(by_rank)
-        self._packed = ((first[place // CHUNK] + rank) * CHUNK + place % CHUNK).to(device)
-        self._source = (torch.tensor([starts[i] for i in self.order]).repeat_interleave(by_rank) + place).to(device)
+        first = [0, *itertools.accumulate(self.running)]
+        within = torch.arange(CHUNK)
+        source, packed = [], []
+        for rank, i in enumerate(self.order):
+            ids = [first[step] + rank for step in range(-(-lengths[i] // CHUNK))]
+            packed.append((torch.tensor(ids, dtype=torch.int64)[:, None] * CHUNK + within).flatten()[: lengths[i]])
+            source.append(torch.arange(starts[i], starts[i] + lengths[i]))
+        self._packed, self._source = torch.cat(packed).to(device), torch.cat(source).to(device)
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """``[B, T, ...]`` to ``[chunks, 64, ...]``."""

@@ -48,7 +48,7 @@ def _run(call: ChunkGdnCall) -> tuple[torch.Tensor, torch.Tensor | None, torch.T
     if call.state_indices is not None:
         slots = call.state_indices.tolist()
         live = [0 <= slot < pool.shape[0] for slot in slots]
-        lengths = [length if alive else 0 for length, alive in zip(lengths, live)]
+        lengths = [length if alive else 0 for length, alive in zip(lengths, live, strict=False)]
 
     chunks = Chunks(starts, lengths, call.B * call.T, device)
     S = _initial_states(call, torch.tensor([slots[n] if live[n] else 0 for n in chunks.order], device=device))
@@ -84,12 +84,16 @@ def _initial_states(call: ChunkGdnCall, rows: torch.Tensor) -> torch.Tensor:
     if states.shape[0] == 0:  # a pool without slots: every sequence is padding
         return states.new_zeros(call.N, call.HV, call.K, call.V, dtype=dtype)
     states = states.index_select(0, rows)
-    return (states.mT if call.state_v_first else states).to(dtype, memory_format=torch.contiguous_format)
+    return _contiguous(states.mT if call.state_v_first else states, dtype)
 
 
 def _as_returned(call: ChunkGdnCall, states: torch.Tensor) -> torch.Tensor:
-    states = states.mT if call.state_v_first else states
-    return states.to(call.state_dtype, memory_format=torch.contiguous_format)
+    return _contiguous(states.mT if call.state_v_first else states, call.state_dtype)
+
+
+def _contiguous(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # A cast lays out anew while it copies; without a cast ``to`` would return x as it is.
+    return x.to(dtype, memory_format=torch.contiguous_format).contiguous()
 
 
 def _compute_dtype(call: ChunkGdnCall) -> torch.dtype:
@@ -108,7 +112,7 @@ def _scan(
     written = None if call.needs_grad else call.v.new_empty(sum(sizes), CHUNK, HV, V)
     outputs, finished, kept, kept_at = [], [], [], []
     step = done = 0
-    for running, q, k, g, beta, v in zip(segments, *packed):
+    for running, q, k, g, beta, v in zip(segments, *packed, strict=False):
         minus_k_and_q, k_to_end, T, P, decay = _prepare(call, q, k, g, beta)
         v = v.transpose(1, 2).to(S.dtype)
         at = 0
@@ -162,7 +166,7 @@ def _prepare(
     """
     dtype, HV, H = _compute_dtype(call), call.HV, call.H
     m, ratio, C = q.shape[0], HV // H, CHUNK
-    q, k, g, beta = (x.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format) for x in (q, k, g, beta))
+    q, k, g, beta = (_contiguous(x.transpose(1, 2), dtype) for x in (q, k, g, beta))
     if call.use_qk_l2norm_in_kernel:
         q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
     g = g.clamp(min=_LOWEST_LOG_DECAY)
