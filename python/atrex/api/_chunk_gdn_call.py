@@ -1,10 +1,27 @@
-"""The checked call that ``api/chunk_gdn.py`` hands to an implementation."""
+"""The checked call that ``api/chunk_gdn.py`` hands to an implementation, and its checks."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
+_CHUNK = 64
+
+_INDEX_DTYPES = frozenset({torch.int32, torch.int64})
+# Accepted dtypes of q/k/v, of g/beta and of the states, for float64 calls and for all others.
+_DOUBLE_DTYPES = (
+    frozenset({torch.float64}),
+    frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
+    frozenset({torch.float64, torch.float32, torch.bfloat16}),
+)
+_SINGLE_DTYPES = (
+    frozenset({torch.float32, torch.bfloat16, torch.float16}),
+    frozenset({torch.float32, torch.bfloat16, torch.float16}),
+    frozenset({torch.float32, torch.bfloat16}),
+)
 
 
 class ChunkGdnCall(NamedTuple):
@@ -21,18 +38,18 @@ class ChunkGdnCall(NamedTuple):
     A named tuple rather than a dataclass: a frozen dataclass of this width costs a microsecond more to make.
     """
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    g: torch.Tensor
-    beta: torch.Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
     scale: float
-    initial_state: torch.Tensor | None
+    initial_state: Tensor | None
     output_final_state: bool
     use_qk_l2norm_in_kernel: bool
-    cu_seqlens: torch.Tensor | None
+    cu_seqlens: Tensor | None
     state_v_first: bool
-    state_indices: torch.Tensor | None
+    state_indices: Tensor | None
     checkpoint_every: int
     B: int
     T: int
@@ -43,3 +60,164 @@ class ChunkGdnCall(NamedTuple):
     N: int  # sequences: B, or len(cu_seqlens) - 1
     state_dtype: torch.dtype  # of final_state and checkpoints
     needs_grad: bool  # grad mode is on and an input requires grad
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    use_qk_l2norm_in_kernel: bool,
+    cu_seqlens: Tensor | None,
+    state_v_first: bool,
+    state_indices: Tensor | None,
+    checkpoint_every: int,
+    head_first: bool,
+) -> ChunkGdnCall:
+    """Reject what the contract rejects. This runs before every launch: nothing is formatted on the good path."""
+    if not (
+        isinstance(q, Tensor)
+        and isinstance(k, Tensor)
+        and isinstance(v, Tensor)
+        and isinstance(g, Tensor)
+        and isinstance(beta, Tensor)
+    ):
+        raise next(_not_a_tensor(*item) for item in _named(q, k, v, g, beta) if not isinstance(item[1], Tensor))
+    device = q.device
+    if not (k.device == device and v.device == device and g.device == device and beta.device == device):
+        raise next(_wrong_device(*item, device) for item in _named(q, k, v, g, beta) if item[1].device != device)
+    if head_first:
+        raise ValueError("head_first=True is not accepted: tensors are [B, T, heads, ...], so transpose(1, 2) first")
+
+    q_shape = q.shape
+    if len(q_shape) != 4:
+        raise _wrong_shape("q", q, "[B, T, H, K]")
+    B, T, H, K = q_shape
+    v_shape = v.shape
+    if len(v_shape) != 4 or v_shape[0] != B or v_shape[1] != T:
+        raise _wrong_shape("v", v, f"[B={B}, T={T}, HV, V] as q")
+    HV, V = v_shape[2], v_shape[3]
+    if B < 1 or H < 1 or K < 1:
+        raise _wrong_shape("q", q, "[B, T, H, K] with B, H and K of at least 1")
+    if HV < 1 or V < 1 or HV % H != 0:
+        raise _wrong_shape("v", v, f"[B, T, HV, V] with HV a multiple of H={H} and V of at least 1")
+    if k.shape != q_shape:
+        raise _wrong_shape("k", k, f"[B={B}, T={T}, H={H}, K={K}] as q")
+    gate_shape = (B, T, HV)
+    if g.shape != gate_shape:
+        raise _wrong_shape("g", g, f"[B={B}, T={T}, HV={HV}]")
+    if beta.shape != gate_shape:
+        raise _wrong_shape("beta", beta, f"[B={B}, T={T}, HV={HV}]")
+
+    double = q.dtype is torch.float64
+    inputs, gates, states = _DOUBLE_DTYPES if double else _SINGLE_DTYPES
+    if not (q.dtype in inputs and k.dtype in inputs and v.dtype in inputs):
+        raise next(_wrong_dtype(*item, inputs) for item in _named(q, k, v) if item[1].dtype not in inputs)
+    if g.dtype not in gates:
+        raise _wrong_dtype("g", g, gates)
+    if beta.dtype not in gates:
+        raise _wrong_dtype("beta", beta, gates)
+
+    if scale is None:
+        scale = K**-0.5
+    elif isinstance(scale, bool) or not isinstance(scale, (float, int)):
+        raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
+
+    N = B
+    if cu_seqlens is not None:
+        _check_indices("cu_seqlens", cu_seqlens, device)
+        if B != 1:
+            raise ValueError(f"cu_seqlens packs the sequences into one batch: q must have B=1, got B={B}")
+        N = cu_seqlens.shape[0] - 1
+        if N < 1:
+            raise _wrong_shape("cu_seqlens", cu_seqlens, "[N + 1] with N of at least 1")
+
+    state_dtype = torch.float64 if double else torch.float32
+    if initial_state is not None:
+        if not isinstance(initial_state, Tensor):
+            raise _not_a_tensor("initial_state", initial_state)
+        if initial_state.device != device:
+            raise _wrong_device("initial_state", initial_state, device)
+        state_dtype = initial_state.dtype
+        if state_dtype not in states:
+            raise _wrong_dtype("initial_state", initial_state, states)
+        state_shape = initial_state.shape
+        rows = N if state_indices is None else (state_shape[0] if len(state_shape) == 4 else -1)
+        if state_shape != ((rows, HV, V, K) if state_v_first else (rows, HV, K, V)):
+            first = f"N={N}" if state_indices is None else "P"
+            layout = f"V={V}, K={K}" if state_v_first else f"K={K}, V={V}"
+            raise _wrong_shape(
+                "initial_state", initial_state, f"[{first}, HV={HV}, {layout}] with state_v_first={bool(state_v_first)}"
+            )
+
+    if state_indices is not None:
+        _check_indices("state_indices", state_indices, device)
+        if initial_state is None:
+            raise ValueError("state_indices names slots of a pool: initial_state must be that pool, got None")
+        if state_indices.shape[0] != N:
+            raise _wrong_shape("state_indices", state_indices, f"[N={N}]")
+
+    if not isinstance(checkpoint_every, int) or isinstance(checkpoint_every, bool):
+        raise TypeError(f"checkpoint_every must be an int, got {type(checkpoint_every).__name__}")
+    if checkpoint_every < 0 or checkpoint_every % _CHUNK != 0:
+        raise ValueError(f"checkpoint_every must be 0 or a positive multiple of {_CHUNK}, got {checkpoint_every}")
+
+    needs_grad = torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or g.requires_grad
+        or beta.requires_grad
+        or (initial_state is not None and initial_state.requires_grad)
+    )
+    if needs_grad and state_indices is not None and initial_state.requires_grad:  # type: ignore[union-attr]
+        raise ValueError("initial_state is written in place with state_indices: it must not require grad")
+    return ChunkGdnCall(
+        q, k, v, g, beta, float(scale), initial_state, bool(output_final_state), bool(use_qk_l2norm_in_kernel),
+        cu_seqlens, bool(state_v_first), state_indices, checkpoint_every, B, T, H, HV, K, V, N, state_dtype, needs_grad,
+    )  # fmt: skip
+
+
+def _check_indices(name: str, x: object, device: torch.device) -> None:
+    if not isinstance(x, Tensor):
+        raise _not_a_tensor(name, x)
+    if x.device != device:
+        raise _wrong_device(name, x, device)
+    if x.dtype not in _INDEX_DTYPES:
+        raise _wrong_dtype(name, x, _INDEX_DTYPES)
+    if x.dim() != 1:
+        raise _wrong_shape(name, x, "one dimension")
+    if not x.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got stride {x.stride(0)}")
+
+
+def _named(*tensors: Tensor) -> Iterable[tuple[str, Tensor]]:
+    return zip(("q", "k", "v", "g", "beta"), tensors, strict=False)
+
+
+def _not_a_tensor(name: str, x: object) -> TypeError:
+    return TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+
+
+def _wrong_device(name: str, x: Tensor, device: torch.device) -> ValueError:
+    return ValueError(f"{name} must be on {device} as q, got {x.device}")
+
+
+def _wrong_dtype(name: str, x: Tensor, accepted: Collection[torch.dtype]) -> TypeError:
+    return TypeError(f"{name} must be {_names(accepted)}, got {dtype_name(x.dtype)}")
+
+
+def _wrong_shape(name: str, x: Tensor, accepted: str) -> ValueError:
+    return ValueError(f"{name} must have shape {accepted}, got {list(x.shape)}")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _names(dtypes: Collection[torch.dtype]) -> str:
+    return " or ".join(sorted(map(dtype_name, dtypes)))

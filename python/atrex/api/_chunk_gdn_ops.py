@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import chunk_gdn
-from ._chunk_gdn_call import ChunkGdnCall
+from ._chunk_gdn_call import ChunkGdnCall, check
+from .chunk_gdn import run
 
 
 def call_compiled(call: ChunkGdnCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -31,11 +31,11 @@ def _op(
     initial_state: Tensor | None, output_final_state: bool,
     cu_seqlens: Tensor | None, state_v_first: bool, checkpoint_every: int, use_qk_l2norm_in_kernel: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    call = chunk_gdn.check(
+    call = check(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
         state_v_first, None, checkpoint_every, False,
     )  # fmt: skip
-    o, final_state, checkpoints = chunk_gdn.run(call)
+    o, final_state, checkpoints = run(call)
     return o, _present(final_state, o), _present(checkpoints, o)
 
 
@@ -45,11 +45,11 @@ def _pool_op(
     pool: Tensor, state_indices: Tensor,
     cu_seqlens: Tensor | None, state_v_first: bool, checkpoint_every: int, use_qk_l2norm_in_kernel: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    call = chunk_gdn.check(
+    call = check(
         q, k, v, g, beta, scale, pool, False, use_qk_l2norm_in_kernel, cu_seqlens,
         state_v_first, state_indices, checkpoint_every, False,
     )  # fmt: skip
-    o, _, checkpoints = chunk_gdn.run(call)
+    o, _, checkpoints = run(call)
     return o, _present(checkpoints, o)
 
 
@@ -59,7 +59,7 @@ def _present(x: Tensor | None, like: Tensor) -> Tensor:
 
 @_op.register_fake
 def _(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens, state_v_first, checkpoint_every, l2norm):
-    call = chunk_gdn.check(
+    call = check(
         q, k, v, g, beta, scale, initial_state, output_final_state, l2norm, cu_seqlens,
         state_v_first, None, checkpoint_every, False,
     )  # fmt: skip
@@ -69,7 +69,7 @@ def _(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens, st
 
 @_pool_op.register_fake
 def _(q, k, v, g, beta, scale, pool, state_indices, cu_seqlens, state_v_first, checkpoint_every, l2norm):
-    call = chunk_gdn.check(
+    call = check(
         q, k, v, g, beta, scale, pool, False, l2norm, cu_seqlens,
         state_v_first, state_indices, checkpoint_every, False,
     )  # fmt: skip
