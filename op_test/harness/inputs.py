@@ -22,21 +22,24 @@ def make_gates(gen, shape, regime, device):
     return g
 
 
-def lay_out(x, layout, gen):
-    """The values of ``x`` ``[B, T, heads, D]`` in memory as ``layout`` says."""
+def lay_out(x, layout):
+    """The values of ``x`` ``[B, T, heads, D]`` in memory as ``layout`` says; what lies between them is NaN."""
     if layout == "contiguous":
         return x.contiguous()
     B, T, heads, D = x.shape
     if layout == "split":  # one of several neighbours in a row, as torch.split of a convolution's output
-        row = torch.randn(B, T, 8 + heads * D + 24, device=x.device, generator=gen).to(x.dtype)
-        view = row[..., 8 : 8 + heads * D].unflatten(-1, (heads, D))
-    elif layout == "transposed":  # no contiguous dimension: token-major rows of heads, padded
-        view = torch.empty(B, heads, D, T + 1, 2, dtype=x.dtype, device=x.device)[..., :T, 1].permute(0, 3, 1, 2)
+        view = _nan(x, B, T, 8 + heads * D + 24)[..., 8 : 8 + heads * D].unflatten(-1, (heads, D))
+    elif layout == "transposed":  # no dimension is contiguous
+        view = _nan(x, B, heads, D, T + 1, 2)[..., :T, 1].permute(0, 3, 1, 2)
     elif layout == "misaligned":  # off the 16-byte grid by one element
-        view = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape)
+        view = _nan(x, x.numel() + 1)[1:].view(x.shape)
     else:
         raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
     return view.copy_(x)
+
+
+def _nan(like, *shape):
+    return torch.full(shape, float("nan"), dtype=like.dtype, device=like.device)
 
 
 def make_inputs(B, T, H, HV, K=128, V=128, *, seed, device, dtype=torch.bfloat16, gate_dtype=torch.float32,
@@ -52,7 +55,7 @@ def make_inputs(B, T, H, HV, K=128, V=128, *, seed, device, dtype=torch.bfloat16
         k = 0.3 * k + 2 * randn(1, 1, H, K)
     if unit_keys:
         q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-    q, k, v = (lay_out(x.to(dtype), layout, gen) for x in (q, k, v))
+    q, k, v = (lay_out(x.to(dtype), layout) for x in (q, k, v))
     g = make_gates(gen, (B, T, HV), gates, device).to(gate_dtype)
     return q, k, v, g, randn(B, T, HV).sigmoid().to(gate_dtype)
 

@@ -6,11 +6,11 @@ from unittest import mock
 import torch
 
 
-def fill_cached_memory(device, size=1 << 28):
-    """Leave ``size`` bytes of NaN behind in the caching allocator, for the next allocations of any kind to find."""
-    blocks = [torch.full((size // 8 // 4,), float("nan"), device=device) for _ in range(8)]
-    blocks += [torch.full((1 << 17,), float("nan"), device=device) for _ in range(64)]
-    del blocks
+def fill_cached_memory(device):
+    """Leave NaN behind in the caching allocator of ``device``, in large and in small blocks."""
+    large = [torch.full((1 << 23,), float("nan"), device=device) for _ in range(8)]
+    small = [torch.full((1 << 15,), float("nan"), device=device) for _ in range(64)]
+    del large, small
 
 
 @contextlib.contextmanager
