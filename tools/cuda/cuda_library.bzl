@@ -59,6 +59,7 @@ def _cuda_library_impl(ctx):
         args.add_all(headers.includes, before_each = "-I")
         args.add_all(headers.quote_includes, before_each = "-I")
         args.add_all(headers.system_includes, before_each = "-I")
+
         # Names with internal linkage carry a hash of the source's path, which nvcc makes absolute: another name in
         # each checkout. The front end takes the last of two, and has no public flag for it.
         args.add(source, format = "-Xcudafe=--orig_src_path_name=%s")

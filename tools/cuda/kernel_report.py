@@ -92,8 +92,8 @@ def problems(reports: list[str], library: set[str]) -> list[str]:
     for function in functions:
         if function.stack or function.spill_stores or function.spill_loads:
             found.append(
-                f"{function.symbol} has {function.stack} bytes stack frame, {function.spill_stores} bytes spill stores, "
-                f"{function.spill_loads} bytes spill loads; accepted are 0, 0, 0"
+                f"{function.symbol} has {function.stack} bytes stack frame, {function.spill_stores} bytes spill stores "
+                f"and {function.spill_loads} bytes spill loads; accepted is 0 of each"
             )
     found += [line.strip() for report in reports for line in report.splitlines() if _PERFORMANCE_REMARK.search(line)]
     return found

@@ -10,7 +10,7 @@ from pathlib import Path
 PREFIX = "atrex_"
 
 _COMMENT_OR_LITERAL = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
-_ATTRIBUTE = re.compile(r"\b(?:__launch_bounds__|__cluster_dims__|__maxnreg__|__block_size__|__attribute__|alignas)\s*\(")
+_ATTRIBUTE = re.compile(r"\b__(?:launch_bounds|cluster_dims|maxnreg|block_size|attribute)__\s*\(")
 _NAME = re.compile(r"([A-Za-z_][\w#]*)\s*\(")
 _MACRO = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)\(([^)]*)\)(.*)$", re.MULTILINE)
 

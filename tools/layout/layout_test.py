@@ -4,8 +4,9 @@ import os
 import sys
 from pathlib import Path
 
-import layout
 from runfiles import Runfiles
+
+import layout
 
 
 def main() -> int:
