@@ -60,6 +60,8 @@ done
   for module in platforms bazel_{features,skylib}; do
     echo "common:offline --override_module=$module=$share/tools/${module#bazel_}"
   done
+  # The sandbox mounts its own temporary folder over the system's; this keeps a prefix that lies in there visible.
+  echo "build --sandbox_add_mount_pair=$prefix"
   echo "common --config=offline"
 } >"$prefix/bazelrc"
 cat >"$prefix/bazel.new" <<SH
