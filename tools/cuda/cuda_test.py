@@ -18,6 +18,7 @@ ptxas info    : Function properties for atrex_a
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 14 registers, used 1 barriers, 128 bytes smem
 """
+ATREX_A = {("atrex_a", "sm_90a")}
 
 
 def data(variable: str) -> str:
@@ -46,32 +47,41 @@ def test_spills_of_the_compiler_fail(capsys):
 def test_stale_reports_fail(capsys):
     assert kernel_report.main(data("CUOBJDUMP"), data("NATIVE"), data("SPILLS_REPORT")) == 1
     printed = capsys.readouterr().out
-    assert "atrex_test_shared is in the library and in no ptxas report" in printed
-    assert "_Z8spillingPf is in a ptxas report and not in the library" in printed
+    assert "atrex_test_shared (sm_90a) is in the library and in no ptxas report" in printed
+    assert "_Z8spillingPf (sm_90a) is in a ptxas report and not in the library" in printed
 
 
 def test_clean_report_passes():
-    assert problems([REPORT], {"atrex_a"}) == []
+    assert problems([REPORT], ATREX_A) == []
+
+
+def test_architectures_are_told_apart():
+    spilling = REPORT.replace("0 bytes spill stores", "4 bytes spill stores")
+    reports = [spilling + REPORT.replace("sm_90a", "sm_120a")]
+    found = problems(reports, ATREX_A)
+    assert "atrex_a (sm_120a) is in a ptxas report and not in the library" in found
+    assert any("atrex_a (sm_90a) has" in problem for problem in found)
+    assert len(found) == 2
 
 
 @pytest.mark.parametrize(
     ("report", "library", "words"),
     [
         ("", set(), "no kernel"),
-        (REPORT.replace("0 bytes stack", "8 bytes stack"), {"atrex_a"}, "8 bytes stack frame"),
-        (REPORT.replace("0 bytes spill stores", "4 bytes spill stores"), {"atrex_a"}, "4 bytes spill stores"),
-        (REPORT.replace("0 bytes spill loads", "4 bytes spill loads"), {"atrex_a"}, "4 bytes spill loads"),
-        (REPORT.replace("atrex_a", "other"), {"other"}, "kernel other (other) does not start with atrex_"),
+        (REPORT.replace("0 bytes stack", "8 bytes stack"), ATREX_A, "8 bytes stack frame"),
+        (REPORT.replace("0 bytes spill stores", "4 bytes spill stores"), ATREX_A, "4 bytes spill stores"),
+        (REPORT.replace("0 bytes spill loads", "4 bytes spill loads"), ATREX_A, "4 bytes spill loads"),
+        (REPORT.replace("atrex_a", "other"), {("other", "sm_90a")}, "kernel other (other) does not start with atrex_"),
         (
             "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async is serialized\n" + REPORT,
-            {"atrex_a"},
+            ATREX_A,
             "C7510",
         ),
         (
             REPORT + "ptxas info    : Function properties for helper\n"
             "    16 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n",
-            {"atrex_a"},
-            "helper has 16 bytes stack frame",
+            ATREX_A,
+            "helper (sm_90a) has 16 bytes stack frame",
         ),
     ],
 )

@@ -23,7 +23,8 @@ _MEMORY = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) 
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
 _PERFORMANCE_REMARK = re.compile(r"\(C75\d\d\)|Potential Performance Loss")
-_LIBRARY_ENTRY = re.compile(r"^ Function (\S+):$", re.MULTILINE)
+_LIBRARY_ARCH = re.compile(r"^arch = (\S+)$")
+_LIBRARY_ENTRY = re.compile(r"^ Function (\S+):$")
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Function:
     """A function of the machine code; `registers` is None for one that is no kernel."""
 
     symbol: str
-    arch: str = ""
+    arch: str
     registers: int | None = None
     shared: int = 0
     stack: int = 0
@@ -52,48 +53,56 @@ def base_name(symbol: str) -> str:
 
 
 def read_report(text: str) -> list[Function]:
-    """The functions that a `ptxas -v` report tells of."""
-    functions: dict[str, Function] = {}
-    function = None
+    """The functions that a `ptxas -v` report tells of, those of each architecture by themselves."""
+    functions: list[Function] = []
+    arch = ""
     for line in text.splitlines():
         if match := _ENTRY.search(line):
-            function = functions.setdefault(match[1], Function(match[1]))
-            function.arch = match[2]
+            arch = match[2]
         elif match := _FUNCTION.search(line):
-            function = functions.setdefault(match[1], Function(match[1]))
-        elif function and (match := _MEMORY.search(line)):
-            function.stack, function.spill_stores, function.spill_loads = map(int, match.groups())
-        elif function and (match := _REGISTERS.search(line)):
-            function.registers = int(match[1])
+            functions.append(Function(match[1], arch))
+        elif functions and (match := _MEMORY.search(line)):
+            functions[-1].stack, functions[-1].spill_stores, functions[-1].spill_loads = map(int, match.groups())
+        elif functions and (match := _REGISTERS.search(line)):
+            functions[-1].registers = int(match[1])
             shared = _SHARED.search(line)
-            function.shared = int(shared[1]) if shared else 0
-    return list(functions.values())
+            functions[-1].shared = int(shared[1]) if shared else 0
+    return functions
 
 
-def read_library(resource_usage: str) -> set[str]:
-    """The kernels' symbols in the output of `cuobjdump --dump-resource-usage`."""
-    return set(_LIBRARY_ENTRY.findall(resource_usage))
+def read_library(resource_usage: str) -> set[tuple[str, str]]:
+    """Symbol and architecture of the kernels in the output of `cuobjdump --dump-resource-usage`."""
+    kernels = set()
+    arch = ""
+    for line in resource_usage.splitlines():
+        if match := _LIBRARY_ARCH.match(line):
+            arch = match[1]
+        elif match := _LIBRARY_ENTRY.match(line):
+            kernels.add((match[1], arch))
+    return kernels
 
 
-def problems(reports: list[str], library: set[str]) -> list[str]:
+def problems(reports: list[str], library: set[tuple[str, str]]) -> list[str]:
     """What is wrong with the kernels, one sentence each."""
     functions = [function for report in reports for function in read_report(report)]
-    kernels = {function.symbol for function in functions if function.registers is not None}
+    kernels = {(function.symbol, function.arch) for function in functions if function.registers is not None}
     found = []
     if not library:
         found.append("the library holds no kernel")
-    found += [f"{symbol} is in the library and in no ptxas report" for symbol in sorted(library - kernels)]
-    found += [f"{symbol} is in a ptxas report and not in the library" for symbol in sorted(kernels - library)]
+    found += [f"{name} ({arch}) is in the library and in no ptxas report" for name, arch in sorted(library - kernels)]
+    found += [
+        f"{name} ({arch}) is in a ptxas report and not in the library" for name, arch in sorted(kernels - library)
+    ]
     found += [
         f"kernel {base_name(symbol)} ({symbol}) does not start with {PREFIX}"
-        for symbol in sorted(library | kernels)
+        for symbol in sorted({symbol for symbol, _ in library | kernels})
         if not base_name(symbol).startswith(PREFIX)
     ]
     for function in functions:
         if function.stack or function.spill_stores or function.spill_loads:
             found.append(
-                f"{function.symbol} has {function.stack} bytes stack frame, {function.spill_stores} bytes spill stores "
-                f"and {function.spill_loads} bytes spill loads; accepted is 0 of each"
+                f"{function.symbol} ({function.arch}) has {function.stack} bytes stack frame, {function.spill_stores} "
+                f"bytes spill stores and {function.spill_loads} bytes spill loads; accepted is 0 of each"
             )
     found += [line.strip() for report in reports for line in report.splitlines() if _PERFORMANCE_REMARK.search(line)]
     return found
