@@ -78,9 +78,26 @@ def check_target_folders(root: Path) -> Iterator[str]:
     for target in targets(root):
         if declared.get(target, []) != [target.name]:
             yield f"src/{target}: has kernel_target {declared.get(target, [])}, expected one named {target.name}"
-    known = [label for call in calls(root / "tools/targets/BUILD.bazel", "selected_targets") for label in call["known"]]
+    known = [
+        label
+        for call in calls(root / "tools/targets/BUILD.bazel", "selected_targets")
+        for label in call.get("known", [])
+    ]
     if sorted(known) != [f"//src/{target}" for target in targets(root)]:
         yield f"tools/targets/BUILD.bazel: known is {known}, expected the folders of src/<vendor>/<operator>/<arch>"
+
+
+def check_gpu_arches(root: Path) -> Iterator[str]:
+    """A constraint stands only for an architecture with an implementation, and each of those has one."""
+    file = root / "tools/gpu/arches.bzl"
+    values = [
+        ast.literal_eval(node.value)
+        for node in (ast.parse(file.read_text()).body if file.is_file() else [])
+        if isinstance(node, ast.Assign) and [getattr(name, "id", "") for name in node.targets] == ["GPU_ARCHES"]
+    ]
+    expected = sorted({target.name for target in targets(root)})
+    if [sorted(value) for value in values] != [expected]:
+        yield f"tools/gpu/arches.bzl: GPU_ARCHES is {values}, expected {expected}"
 
 
 def check_tests(root: Path) -> Iterator[str]:
@@ -147,6 +164,7 @@ def violations(root: Path) -> list[str]:
     for check in (
         check_vendors,
         check_target_folders,
+        check_gpu_arches,
         check_tests,
         check_api_names,
         check_common,

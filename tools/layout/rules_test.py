@@ -26,6 +26,7 @@ GOOD = {
     ),
     "op_test/nvidia/scan/test_scan_sm90.py": "",
     "op_test/nvidia/scan/test_scan_sm120.py": "",
+    "tools/gpu/arches.bzl": '"""Docstring."""\n\nGPU_ARCHES = ["sm120", "sm90"]\n',
     "tools/targets/BUILD.bazel": 'selected_targets(known = ["//src/nvidia/scan/sm120", "//src/nvidia/scan/sm90"])\n',
 }
 
@@ -68,6 +69,8 @@ def test_empty_tree_fails(tmp_path):
         ),
         ({"src/nvidia/scan/BUILD.bazel": 'kernel_target(name = "scan")'}, "src/nvidia/scan: a kernel_target outside"),
         ({"tools/targets/BUILD.bazel": "selected_targets(known = [])"}, "known is []"),
+        ({"tools/gpu/arches.bzl": 'GPU_ARCHES = ["gfx942", "sm120", "sm90"]'}, "GPU_ARCHES is [['gfx942'"),
+        ({"tools/gpu/arches.bzl": ""}, "GPU_ARCHES is []"),
         ({"op_test/nvidia/scan/BUILD.bazel": ""}, "0 op_test of it"),
         (
             {"op_test/nvidia/scan/BUILD.bazel": GOOD["op_test/nvidia/scan/BUILD.bazel"].replace(', gpu = "sm90"', "")},
