@@ -28,7 +28,7 @@ def native_extension(name, srcs, deps, **kwargs):
             "-std=c++17",
             "-fvisibility=hidden",
         ],
-        # The archives of --start-lib are gold's; see -fuse-ld below.
+        # bfd, chosen below, has no --start-lib.
         features = ["-supports_start_end_lib"],
         linkopts = [
             "-Wl,--version-script=$(location %s)" % exports,
