@@ -82,9 +82,8 @@ def pick(
             refusal = answer
     if refusal is None:
         known = ", ".join(f"{implementation.vendor}/{implementation.arch}" for implementation in policy)
-        refusal = Eligibility(
-            False, str(target), f"no implementation for {target} ({device}), there is one for {known}"
-        )
+        reason = f"no implementation for {target} (q is on {device}), there is one for {known}"
+        refusal = Eligibility(False, str(target), reason)
     return None, refusal
 
 

@@ -8,13 +8,14 @@ import sys
 import textwrap
 import time
 
-import atrex
 import pytest
 import torch
-from harness import inputs, poison, reference
-from harness.compare import assert_heads_close
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+import atrex
+from harness import inputs, poison, reference
+from harness.compare import assert_heads_close
 
 CPU = "cpu"
 # Relative L2 of a head: float32 arithmetic, and a result rounded to bfloat16 or float16.
@@ -31,29 +32,29 @@ def cases(draw):
     length = st.one_of(st.sampled_from([0, 1, 63, 64, 65]), st.integers(0, 140))
     packed = draw(st.booleans())
     lengths = draw(st.lists(length, min_size=1, max_size=4))
-    return dict(
-        lengths=lengths if packed else [lengths[0]] * draw(st.integers(1, 3)),
-        packed=packed,
-        tail=pick(0, 0, 1, 70) if packed else 0,
-        H=pick(1, 2, 3),
-        ratio=pick(1, 2, 3, 4),
-        K=pick(1, 3, 16, 32),
-        V=pick(1, 5, 16, 48),
-        dtype=pick(torch.float32, torch.bfloat16, torch.float16, torch.float64),
-        gate_dtype=pick(torch.float32, torch.bfloat16, torch.float16),
-        gates=pick(*inputs.GATES),
-        layout=pick(*inputs.LAYOUTS),
-        correlated=draw(st.booleans()),
-        index_dtype=pick(torch.int32, torch.int64),
-        state=pick(None, torch.float32, torch.bfloat16),
-        pool=draw(st.booleans()),
-        v_first=draw(st.booleans()),
-        every=pick(0, 0, 64, 128),
-        l2norm=draw(st.booleans()),
-        scale=pick(None, 0.0, 0.3),
-        final=draw(st.booleans()),
-        seed=draw(st.integers(0, 1 << 16)),
-    )
+    return {
+        "lengths": lengths if packed else [lengths[0]] * draw(st.integers(1, 3)),
+        "packed": packed,
+        "tail": pick(0, 0, 1, 70) if packed else 0,
+        "H": pick(1, 2, 3),
+        "ratio": pick(1, 2, 3, 4),
+        "K": pick(1, 3, 16, 32),
+        "V": pick(1, 5, 16, 48),
+        "dtype": pick(torch.float32, torch.bfloat16, torch.float16, torch.float64),
+        "gate_dtype": pick(torch.float32, torch.bfloat16, torch.float16),
+        "gates": pick(*inputs.GATES),
+        "layout": pick(*inputs.LAYOUTS),
+        "correlated": draw(st.booleans()),
+        "index_dtype": pick(torch.int32, torch.int64),
+        "state": pick(None, torch.float32, torch.bfloat16),
+        "pool": draw(st.booleans()),
+        "v_first": draw(st.booleans()),
+        "every": pick(0, 0, 64, 128),
+        "l2norm": draw(st.booleans()),
+        "scale": pick(None, 0.0, 0.3),
+        "final": draw(st.booleans()),
+        "seed": draw(st.integers(0, 1 << 16)),
+    }
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
@@ -397,6 +398,6 @@ def test_peak_memory_below_transformers(dtype):
             mine = peak()
             call(2048, torch_chunk_gated_delta_rule, 2)
             theirs = peak()
-        print(f"peak above the start: atrex {{(mine - before) >> 10}} MiB, transformers {{(theirs - before) >> 10}} MiB")
+        print(f"peak, MiB above the start: atrex {{(mine - before) >> 10}}, transformers {{(theirs - before) >> 10}}")
         assert before < mine < theirs
     """)
