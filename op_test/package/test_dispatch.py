@@ -194,8 +194,8 @@ def test_what_sm90_serves(machine, kernel):
     with torch.no_grad():
         assert atrex.can_use_chunk_gated_delta_rule(**with_grad())
     with FakeTensorMode():
-        pages = torch.empty(7, 4 * 128 * 128 + 64, device="cuda", dtype=torch.bfloat16)
-        pool = pages[:, : 4 * 128 * 128].unflatten(1, (4, 128, 128))
+        page = 4 * 128 * 128 + 64
+        pool = torch.empty_strided((7, 4, 128, 128), (page, 128 * 128, 128, 1), device="cuda", dtype=torch.bfloat16)
         slots = torch.empty(1, dtype=torch.int32, device="cuda")
         strided = fake_call(v=torch.empty(1, 128, 4, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 3))
     assert atrex.can_use_chunk_gated_delta_rule(
