@@ -8,7 +8,6 @@ import json
 import pathlib
 import sys
 import urllib.parse
-import urllib.request
 import xml.etree.ElementTree as ElementTree
 
 
@@ -32,7 +31,7 @@ def main(events_path: str, bazel_status: str) -> int:
         if "testResult" in event:
             label, result = event["id"]["testResult"]["label"], event["testResult"]
             xml = [output["uri"] for output in result.get("testActionOutput", []) if output["name"] == "test.xml"]
-            passed, failed = count_cases(urllib.request.url2pathname(urllib.parse.urlparse(xml[0]).path)) if xml else (0, 0)
+            passed, failed = count_cases(urllib.parse.unquote(urllib.parse.urlparse(xml[0]).path)) if xml else (0, 0)
             if result["status"] != "PASSED":
                 failed = max(failed, 1)
             results[label] = (result["status"], passed, failed)

@@ -3,37 +3,67 @@
 Each test is a pytest module that runs against //python:installed_wheel and never against the source tree; the rules it
 is held to are in pytest_main.py. A test with `gpu` is incompatible with machines that lack that architecture:
 `bazel test //...` reports it SKIPPED there, and naming it is an error. No test decides to skip.
+
+Not on py_test: its launchers differ between versions, put the runfiles on the import path, and may put an environment
+of their own between the test and the interpreter that has torch.
 """
 
-load("@rules_python//python:py_test.bzl", "py_test")
+load("@environment//:defs.bzl", "PYTHON")
 
-_MAIN = Label("//tools/op_test:pytest_main.py")
-_HARNESS = Label("//op_test/harness")
+_LAUNCHER = """\
+#!/bin/sh
+export RUNFILES_DIR="${{TEST_SRCDIR:-$0.runfiles}}"
+exec '{python}' "$RUNFILES_DIR/{main}" "$@"
+"""
 
-def op_test(name, src, gpu = None, data = [], deps = [], wheel = "//python:installed_wheel", tags = [], **kwargs):
+def _rlocation(ctx, file):
+    return ctx.workspace_name + "/" + file.short_path
+
+def _op_test_impl(ctx):
+    launcher = ctx.actions.declare_file(ctx.label.name)
+    content = _LAUNCHER.format(python = PYTHON, main = _rlocation(ctx, ctx.file._main))
+    ctx.actions.write(launcher, content, is_executable = True)
+    own = [ctx.file.src, ctx.file.wheel, ctx.file._main, ctx.file._installed] + ctx.files.data
+    depended = [target[DefaultInfo].default_runfiles for target in ctx.attr.data + ctx.attr.deps]
+    return [
+        DefaultInfo(executable = launcher, runfiles = ctx.runfiles(own).merge_all(depended)),
+        RunEnvironmentInfo({
+            "OP_TEST_MODULE": _rlocation(ctx, ctx.file.src),
+            "OP_TEST_TREE": _rlocation(ctx, ctx.file.wheel),
+        }),
+    ]
+
+_op_test = rule(
+    implementation = _op_test_impl,
+    attrs = {
+        "data": attr.label_list(allow_files = True),
+        "deps": attr.label_list(),
+        "src": attr.label(allow_single_file = [".py"], mandatory = True),
+        "wheel": attr.label(allow_single_file = True, mandatory = True),
+        "_installed": attr.label(allow_single_file = True, default = "@environment//:installed.txt"),
+        "_main": attr.label(allow_single_file = True, default = "//tools/op_test:pytest_main.py"),
+    },
+    test = True,
+)
+
+def op_test(name, src, gpu = None, deps = [], tags = [], wheel = "//python:installed_wheel", **kwargs):
     """A pytest module on the installed wheel.
 
     Args:
       name: name of the target.
       src: the test module.
       gpu: an architecture of //tools/gpu that the test needs, such as "sm90"; None for a test that runs anywhere.
-      data: files that the test finds with bazel-runfiles.
       deps: py_library targets beside the harness, which every test can import as `harness`.
-      wheel: the installed_wheel to import atrex from.
       tags: more tags.
-      **kwargs: timeout, size, visibility and the like.
+      wheel: the installed_wheel to import atrex from.
+      **kwargs: data (files that the test finds with bazel-runfiles), timeout, size, visibility and the like.
     """
-    py_test(
+    _op_test(
         name = name,
-        srcs = [src, _MAIN],
-        main = _MAIN,
-        data = data + [wheel, src, Label("@environment//:installed.txt")],
-        deps = deps + [_HARNESS],
-        env = {
-            "OP_TEST_MODULE": "$(rlocationpath %s)" % src,
-            "OP_TEST_TREE": "$(rlocationpath %s)" % wheel,
-        },
+        src = src,
         tags = tags + (["gpu", "resources:gpu:1"] if gpu else []),
         target_compatible_with = [Label("//tools/gpu:" + gpu)] if gpu else [],
+        wheel = wheel,
+        deps = deps + ["//op_test/harness"],
         **kwargs
     )

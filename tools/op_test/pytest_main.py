@@ -69,11 +69,9 @@ class Rules:
         return report
 
     def pytest_sessionfinish(self, session) -> None:
-        outside = [
-            f"{name} from {module.__file__}"
-            for name, module in sorted(sys.modules.items())
-            if name.split(".")[0] == "atrex" and getattr(module, "__file__", None) and not _inside(module.__file__, self.tree)
-        ]
+        ours = {name: module for name, module in sorted(sys.modules.items()) if name.split(".")[0] == "atrex"}
+        files = {name: module.__file__ for name, module in ours.items() if getattr(module, "__file__", None)}
+        outside = [f"{name} from {file}" for name, file in files.items() if not _inside(file, self.tree)]
         if outside:
             print(f"\nimported from outside the installed wheel: {'; '.join(outside)}", file=sys.stderr)
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -85,7 +83,7 @@ def main() -> int:
     tree = os.path.abspath(runfiles.Rlocation(os.environ["OP_TEST_TREE"]))
     runfiles_dir = os.path.abspath(runfiles.EnvVars()["RUNFILES_DIR"])
     set_environment(runfiles_dir, tree)
-    arguments = ["--import-mode=importlib", "--config-file", os.devnull, "--rootdir", os.path.join(runfiles_dir, "_main")]
+    arguments = ["--import-mode=importlib", "--config-file", os.devnull, f"--rootdir={runfiles_dir}/_main"]
     arguments += ["-p", "no:cacheprovider", "--strict-markers", "-ra", "--durations=5"]
     # Only the one plugin that the lock brings on purpose; its seed, because a cached result must not be luck.
     arguments += ["-p", "hypothesispytest", "--hypothesis-seed=0"]

@@ -1,6 +1,7 @@
 """Prints, as JSON, what the build needs to know about the interpreter that runs it.
 
-Keys in capitals become constants of `@environment//:defs.bzl`, `installed` its installed.txt. Exits with a message when something is missing.
+Keys in capitals become constants of `@environment//:defs.bzl`, `installed` its installed.txt. Exits with a message when
+something is missing.
 """
 
 import importlib.metadata

@@ -99,7 +99,7 @@ def _environment_impl(rctx):
         fail("{} cannot be the environment ({}):\n{}".format(
             python,
             "ATREX_PYTHON" if given else "made from third_party/python/requirements.txt",
-            described.stderr,
+            described.stderr or "it is no Python interpreter, exit status %d" % described.return_code,
         ))
     facts = json.decode(described.stdout)
     rctx.symlink(facts.pop("include"), "include/python")

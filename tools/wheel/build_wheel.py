@@ -29,7 +29,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--version-file", required=True, help="Python file that assigns __version__")
     parser.add_argument("--license", required=True, help="file for the dist-info folder")
     parser.add_argument(
-        "--file", nargs=2, action="append", default=[], metavar=("ENTRY", "PATH"), help="a file and its name in the wheel"
+        "--file",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("ENTRY", "PATH"),
+        help="a file and its name in the wheel",
     )
     return parser.parse_args(argv)
 

@@ -59,7 +59,9 @@ def test_clock_umask_order_and_folder_do_not_reach_the_archive(tmp_path):
         os.chmod(path, 0o600)
         os.utime(path, (1_000_000_000, 1_000_000_000))
     one = _build(first, pairs)
-    other = _build(second, again[::-1], umask=0o077, TZ="Asia/Tokyo", PYTHONHASHSEED="7", SOURCE_DATE_EPOCH="1500000000")
+    other = _build(
+        second, again[::-1], umask=0o077, TZ="Asia/Tokyo", PYTHONHASHSEED="7", SOURCE_DATE_EPOCH="1500000000"
+    )
     assert (one.name, _digest(one)) == (other.name, _digest(other))
 
 
@@ -82,7 +84,9 @@ def test_shared_object_that_keeps_no_manylinux_tag_is_refused(tmp_path):
     (tmp_path / "links.c").write_text("int strange(void); int call(void) { return strange(); }\n")
     (tmp_path / "strange.c").write_text("int strange(void) { return 0; }\n")
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", "libstrange.so", "strange.c"], check=True, cwd=tmp_path)
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", "links.so", "links.c", "-L.", "-lstrange"], check=True, cwd=tmp_path)
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-o", "links.so", "links.c", "-L.", "-lstrange"], check=True, cwd=tmp_path
+    )
     pairs = _inputs(tmp_path) + [[NATIVE_ENTRY, str(tmp_path / "links.so")]]
     with pytest.raises(subprocess.CalledProcessError) as error:
         _build(tmp_path, pairs)

@@ -12,7 +12,17 @@ import sys
 
 def main(wheel_dir: str, tree: str) -> None:
     pip = [sys.executable, "-I", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
-    pip += ["--no-deps", "--no-index", "--find-links", wheel_dir, "--no-compile", "--target", tree, "atrex"]
+    pip += [
+        "--no-cache-dir",
+        "--no-deps",
+        "--no-index",
+        "--find-links",
+        wheel_dir,
+        "--no-compile",
+        "--target",
+        tree,
+        "atrex",
+    ]
     subprocess.run(pip, check=True)
     if not compileall.compile_dir(
         tree, quiet=1, stripdir=tree, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH

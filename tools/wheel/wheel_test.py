@@ -87,7 +87,9 @@ def test_tags_are_true(wheel, archive):
 
 def test_every_kernel_folder_is_a_package(archive):
     names = set(archive.namelist())
-    folders = {str(parent) for name in names for parent in pathlib.PurePosixPath(name).parents if "kernels" in parent.parts}
+    folders = {
+        str(parent) for name in names for parent in pathlib.PurePosixPath(name).parents if "kernels" in parent.parts
+    }
     assert all(f"{folder}/__init__.py" in names for folder in folders)
 
 

@@ -2,9 +2,10 @@
 
 import pathlib
 
-import atrex
 import torch
 from runfiles import Runfiles
+
+import atrex
 
 
 def test_wheel_is_pure():
