@@ -1,11 +1,13 @@
-"""Counts test cases: count.py BUILD_EVENTS BAZEL_STATUS prints a line a target, then "N passed, N failed".
+"""Counts what CI ran: count.py BUILD_EVENTS TEST_STATUS LINT_LOG LINT_STATUS ends with "N passed, N failed".
 
+Test cases and linters count alike; the lint log has a line "lint: <linter>: ok" or "lint: <linter>: FAILED" for each.
 The build event stream names the results of this run and no other, with their JUnit XML; bazel-testlogs may also hold
 those of earlier runs. A target that failed without a failed case in its XML (a crash, a timeout) counts as one.
 """
 
 import json
 import pathlib
+import re
 import sys
 import urllib.parse
 import xml.etree.ElementTree as ElementTree
@@ -23,10 +25,11 @@ def count_cases(xml_path: str) -> tuple[int, int]:
     return passed, failed
 
 
-def main(events_path: str, bazel_status: str) -> int:
+def count_tests(events: str) -> tuple[int, int]:
+    """(passed, failed) test cases of a build event stream; prints a line a target."""
     results: dict[str, tuple[str, int, int]] = {}
-    incompatible: list[str] = []
-    for line in pathlib.Path(events_path).read_text().splitlines():
+    incompatible: set[str] = set()
+    for line in events.splitlines():
         event = json.loads(line)
         if "testResult" in event:
             label, result = event["id"]["testResult"]["label"], event["testResult"]
@@ -36,19 +39,42 @@ def main(events_path: str, bazel_status: str) -> int:
                 failed = max(failed, 1)
             results[label] = (result["status"], passed, failed)
         elif event.get("aborted", {}).get("reason") == "SKIPPED" and "targetCompleted" in event["id"]:
-            incompatible.append(event["id"]["targetCompleted"]["label"])
+            incompatible.add(event["id"]["targetCompleted"]["label"])
     for label, (status, passed, failed) in sorted(results.items()):
         print(f"{status:8} {label}: {passed} passed, {failed} failed")
-    for label in sorted(set(incompatible)):
+    for label in sorted(incompatible):
         print(f"{'SKIPPED':8} {label}: not compatible with this machine")
-    passed = sum(result[1] for result in results.values())
-    failed = sum(result[2] for result in results.values())
-    broken = bazel_status != "0"
-    if broken and not failed:
-        print(f"bazel exited with status {bazel_status} and no failed test: see its errors above")
-        failed = 1
-    print(f"{passed} passed, {failed} failed")
-    return 1 if failed or not passed else 0
+    return sum(result[1] for result in results.values()), sum(result[2] for result in results.values())
+
+
+def count_linters(log: str) -> tuple[int, int]:
+    """(passed, failed) linters of the log."""
+    verdicts = re.findall(r"^lint: .*: (ok|FAILED)$", log, re.MULTILINE)
+    return verdicts.count("ok"), verdicts.count("FAILED")
+
+
+def main(events_path: str, test_status: str, lint_path: str, lint_status: str) -> int:
+    counts = {
+        "test": (*count_tests(read(events_path)), test_status),
+        "lint": (*count_linters(read(lint_path)), lint_status),
+    }
+    total_passed = total_failed = 0
+    for step, (passed, failed, status) in counts.items():
+        if status != "0" and not failed:
+            print(f"{step} ended with status {status} and no failed case: see its errors above")
+            failed = 1
+        if not passed + failed:
+            print(f"{step} ran nothing")
+            failed = 1
+        total_passed, total_failed = total_passed + passed, total_failed + failed
+    print(f"{total_passed} passed, {total_failed} failed")
+    return 1 if total_failed else 0
+
+
+def read(path: str) -> str:
+    """The file's text; nothing if Bazel stopped before it wrote the file."""
+    file = pathlib.Path(path)
+    return file.read_text() if file.exists() else ""
 
 
 if __name__ == "__main__":
