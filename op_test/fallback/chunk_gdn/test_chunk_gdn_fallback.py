@@ -266,6 +266,16 @@ def test_gradients_beside_a_pool():
     assert not pool.requires_grad and not torch.equal(pool, states[:1])
 
 
+@pytest.mark.parametrize("offsets", [None, [0, 0, 0]], ids=["batch", "packed"])
+def test_gradients_without_tokens(offsets):
+    *tensors, states = gradient_inputs(0)
+    options = {} if offsets is None else {"cu_seqlens": torch.tensor(offsets)}
+    N = 1 if offsets is None else 2
+    o, final = atrex.chunk_gated_delta_rule(*tensors, None, states[:N], True, **options)
+    (o.sum() + final.sum()).backward()
+    assert torch.equal(final, states[:N]) and (states.grad[:N] == 1).all()
+
+
 def compiled_cases():
     tensors = inputs.make_inputs(1, 200, 2, 4, 16, 24, seed=18, device=CPU, dtype=torch.float32)
     return *tensors, inputs.make_states(4, 4, 16, 24, seed=19, device=CPU), inputs.offsets([70, 100], CPU)

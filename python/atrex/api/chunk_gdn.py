@@ -90,7 +90,8 @@ def chunk_gated_delta_rule(
     A call that no kernel serves runs on a PyTorch fallback, on a GPU with one warning a reason;
     ``can_use_chunk_gated_delta_rule`` tells. The fallback alone takes float32, gradients, and float64: float64 q, k
     and v are computed in float64, and g, beta and the states may be float64 with them. Everything else is computed
-    in float32 there, and on a GPU the fallback waits for the values of ``cu_seqlens``.
+    in float32 there. On a GPU the fallback waits for the values of ``cu_seqlens`` and ``state_indices``, and cannot be
+    captured in a graph.
     """
     call = check(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,

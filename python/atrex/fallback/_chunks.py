@@ -19,7 +19,7 @@ def sequence_spans(offsets: list[int], T: int, strict: bool) -> tuple[list[int],
         shown = str(offsets if len(offsets) <= 10 else [*offsets[:5], "...", *offsets[-4:]])
         raise ValueError(f"cu_seqlens must rise from 0 to at most T={T}, got {shown}")
     starts = [min(max(offset, 0), T) for offset in offsets[:-1]]
-    return starts, [min(max(offset, start), T) - start for offset, start in zip(offsets[1:], starts, strict=False)]
+    return starts, [min(max(offset, start), T) - start for offset, start in zip(offsets[1:], starts, strict=True)]
 
 
 class Chunks:

@@ -48,7 +48,7 @@ def _run(call: ChunkGdnCall) -> tuple[torch.Tensor, torch.Tensor | None, torch.T
     if call.state_indices is not None:
         slots = call.state_indices.tolist()
         live = [0 <= slot < pool.shape[0] for slot in slots]
-        lengths = [length if alive else 0 for length, alive in zip(lengths, live, strict=False)]
+        lengths = [length if alive else 0 for length, alive in zip(lengths, live, strict=True)]
 
     chunks = Chunks(starts, lengths, call.B * call.T, device)
     S = _initial_states(call, torch.tensor([slots[n] if live[n] else 0 for n in chunks.order], device=device))
@@ -112,7 +112,7 @@ def _scan(
     written = None if call.needs_grad else call.v.new_empty(sum(sizes), CHUNK, HV, V)
     outputs, finished, kept, kept_at = [], [], [], []
     step = done = 0
-    for running, q, k, g, beta, v in zip(segments, *packed, strict=False):
+    for running, q, k, g, beta, v in zip(segments, *packed, strict=True):
         minus_k_and_q, k_to_end, T, P, decay = _prepare(call, q, k, g, beta)
         v = v.transpose(1, 2).to(S.dtype)
         at = 0
@@ -141,7 +141,9 @@ def _scan(
                 kept_at += [(n, step * CHUNK // every) for n in chunks.order[:full]]
         done += at
     S = torch.cat([S, *reversed(finished)])
-    return torch.cat(outputs) if written is None else written, S, kept, kept_at
+    if written is None:
+        written = torch.cat([call.v.new_empty(0, CHUNK, HV, V), *outputs])
+    return written, S, kept, kept_at
 
 
 def _segments(running: list[int], HV: int) -> list[list[int]]:
