@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-_CHUNK = 64
+from ._check import (
+    DOUBLE_DTYPES,
+    SINGLE_DTYPES,
+    check_list,
+    not_a_tensor,
+    wrong_device,
+    wrong_dtype,
+    wrong_shape,
+)
 
-_INDEX_DTYPES = frozenset({torch.int32, torch.int64})
-# Accepted dtypes of q/k/v, of g/beta and of the states, for float64 calls and for all others.
-_DOUBLE_DTYPES = (
-    frozenset({torch.float64}),
-    frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
-    frozenset({torch.float64, torch.float32, torch.bfloat16}),
-)
-_SINGLE_DTYPES = (
-    frozenset({torch.float32, torch.bfloat16, torch.float16}),
-    frozenset({torch.float32, torch.bfloat16, torch.float16}),
-    frozenset({torch.float32, torch.bfloat16}),
-)
+_CHUNK = 64
 
 
 class ChunkGdnCall(NamedTuple):
@@ -86,41 +83,41 @@ def check(
         and isinstance(g, Tensor)
         and isinstance(beta, Tensor)
     ):
-        raise next(_not_a_tensor(*item) for item in _named(q, k, v, g, beta) if not isinstance(item[1], Tensor))
+        raise next(not_a_tensor(*item) for item in _named(q, k, v, g, beta) if not isinstance(item[1], Tensor))
     device = q.device
     if not (k.device == device and v.device == device and g.device == device and beta.device == device):
-        raise next(_wrong_device(*item, device) for item in _named(q, k, v, g, beta) if item[1].device != device)
+        raise next(wrong_device(*item, device) for item in _named(q, k, v, g, beta) if item[1].device != device)
     if head_first:
         raise ValueError("head_first=True is not accepted: tensors are [B, T, heads, ...], so transpose(1, 2) first")
 
     q_shape = q.shape
     if len(q_shape) != 4:
-        raise _wrong_shape("q", q, "[B, T, H, K]")
+        raise wrong_shape("q", q, "[B, T, H, K]")
     B, T, H, K = q_shape
     v_shape = v.shape
     if len(v_shape) != 4 or v_shape[0] != B or v_shape[1] != T:
-        raise _wrong_shape("v", v, f"[B={B}, T={T}, HV, V] as q")
+        raise wrong_shape("v", v, f"[B={B}, T={T}, HV, V] as q")
     HV, V = v_shape[2], v_shape[3]
     if B < 1 or H < 1 or K < 1:
-        raise _wrong_shape("q", q, "[B, T, H, K] with B, H and K of at least 1")
+        raise wrong_shape("q", q, "[B, T, H, K] with B, H and K of at least 1")
     if HV < 1 or V < 1 or HV % H != 0:
-        raise _wrong_shape("v", v, f"[B, T, HV, V] with HV a multiple of H={H} and V of at least 1")
+        raise wrong_shape("v", v, f"[B, T, HV, V] with HV a multiple of H={H} and V of at least 1")
     if k.shape != q_shape:
-        raise _wrong_shape("k", k, f"[B={B}, T={T}, H={H}, K={K}] as q")
+        raise wrong_shape("k", k, f"[B={B}, T={T}, H={H}, K={K}] as q")
     gate_shape = (B, T, HV)
     if g.shape != gate_shape:
-        raise _wrong_shape("g", g, f"[B={B}, T={T}, HV={HV}]")
+        raise wrong_shape("g", g, f"[B={B}, T={T}, HV={HV}]")
     if beta.shape != gate_shape:
-        raise _wrong_shape("beta", beta, f"[B={B}, T={T}, HV={HV}]")
+        raise wrong_shape("beta", beta, f"[B={B}, T={T}, HV={HV}]")
 
     double = q.dtype is torch.float64
-    inputs, gates, states = _DOUBLE_DTYPES if double else _SINGLE_DTYPES
+    inputs, gates, states = DOUBLE_DTYPES if double else SINGLE_DTYPES
     if not (q.dtype in inputs and k.dtype in inputs and v.dtype in inputs):
-        raise next(_wrong_dtype(*item, inputs) for item in _named(q, k, v) if item[1].dtype not in inputs)
+        raise next(wrong_dtype(*item, inputs) for item in _named(q, k, v) if item[1].dtype not in inputs)
     if g.dtype not in gates:
-        raise _wrong_dtype("g", g, gates)
+        raise wrong_dtype("g", g, gates)
     if beta.dtype not in gates:
-        raise _wrong_dtype("beta", beta, gates)
+        raise wrong_dtype("beta", beta, gates)
 
     if scale is None:
         scale = K**-0.5
@@ -129,37 +126,37 @@ def check(
 
     N = B
     if cu_seqlens is not None:
-        _check_indices("cu_seqlens", cu_seqlens, device)
+        check_list("cu_seqlens", cu_seqlens, device)
         if B != 1:
             raise ValueError(f"cu_seqlens packs the sequences into one batch: q must have B=1, got B={B}")
         N = cu_seqlens.shape[0] - 1
         if N < 1:
-            raise _wrong_shape("cu_seqlens", cu_seqlens, "[N + 1] with N of at least 1")
+            raise wrong_shape("cu_seqlens", cu_seqlens, "[N + 1] with N of at least 1")
 
     state_dtype = torch.float64 if double else torch.float32
     if initial_state is not None:
         if not isinstance(initial_state, Tensor):
-            raise _not_a_tensor("initial_state", initial_state)
+            raise not_a_tensor("initial_state", initial_state)
         if initial_state.device != device:
-            raise _wrong_device("initial_state", initial_state, device)
+            raise wrong_device("initial_state", initial_state, device)
         state_dtype = initial_state.dtype
         if state_dtype not in states:
-            raise _wrong_dtype("initial_state", initial_state, states)
+            raise wrong_dtype("initial_state", initial_state, states)
         state_shape = initial_state.shape
         rows = N if state_indices is None else (state_shape[0] if len(state_shape) == 4 else -1)
         if state_shape != ((rows, HV, V, K) if state_v_first else (rows, HV, K, V)):
             first = f"N={N}" if state_indices is None else "P"
             layout = f"V={V}, K={K}" if state_v_first else f"K={K}, V={V}"
-            raise _wrong_shape(
+            raise wrong_shape(
                 "initial_state", initial_state, f"[{first}, HV={HV}, {layout}] with state_v_first={bool(state_v_first)}"
             )
 
     if state_indices is not None:
-        _check_indices("state_indices", state_indices, device)
+        check_list("state_indices", state_indices, device)
         if initial_state is None:
             raise ValueError("state_indices names slots of a pool: initial_state must be that pool, got None")
         if state_indices.shape[0] != N:
-            raise _wrong_shape("state_indices", state_indices, f"[N={N}]")
+            raise wrong_shape("state_indices", state_indices, f"[N={N}]")
 
     if not isinstance(checkpoint_every, int) or isinstance(checkpoint_every, bool):
         raise TypeError(f"checkpoint_every must be an int, got {type(checkpoint_every).__name__}")
@@ -182,42 +179,5 @@ def check(
     )  # fmt: skip
 
 
-def _check_indices(name: str, x: object, device: torch.device) -> None:
-    if not isinstance(x, Tensor):
-        raise _not_a_tensor(name, x)
-    if x.device != device:
-        raise _wrong_device(name, x, device)
-    if x.dtype not in _INDEX_DTYPES:
-        raise _wrong_dtype(name, x, _INDEX_DTYPES)
-    if x.dim() != 1:
-        raise _wrong_shape(name, x, "one dimension")
-    if not x.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got stride {x.stride(0)}")
-
-
 def _named(*tensors: Tensor) -> Iterable[tuple[str, Tensor]]:
     return zip(("q", "k", "v", "g", "beta"), tensors, strict=False)
-
-
-def _not_a_tensor(name: str, x: object) -> TypeError:
-    return TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-
-
-def _wrong_device(name: str, x: Tensor, device: torch.device) -> ValueError:
-    return ValueError(f"{name} must be on {device} as q, got {x.device}")
-
-
-def _wrong_dtype(name: str, x: Tensor, accepted: Collection[torch.dtype]) -> TypeError:
-    return TypeError(f"{name} must be {_names(accepted)}, got {dtype_name(x.dtype)}")
-
-
-def _wrong_shape(name: str, x: Tensor, accepted: str) -> ValueError:
-    return ValueError(f"{name} must have shape {accepted}, got {list(x.shape)}")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _names(dtypes: Collection[torch.dtype]) -> str:
-    return " or ".join(sorted(map(dtype_name, dtypes)))

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .._device import device_target
 from .._dispatch import Eligibility, Implementation, dispatch, pick
-from ._chunk_gdn_call import ChunkGdnCall, check, dtype_name
+from ._check import dtype_name
+from ._chunk_gdn_call import ChunkGdnCall, check
 
 _OPERATOR = "chunk_gated_delta_rule"
 

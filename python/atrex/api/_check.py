@@ -1,0 +1,65 @@
+"""What the checks of the operators share: accepted dtypes, and errors that name the argument."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+INDEX_DTYPES = frozenset({torch.int32, torch.int64})
+# Accepted dtypes of q/k/v, of gates and of states, for float64 calls and for all others.
+DOUBLE_DTYPES = (
+    frozenset({torch.float64}),
+    frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
+    frozenset({torch.float64, torch.float32, torch.bfloat16}),
+)
+SINGLE_DTYPES = (
+    frozenset({torch.float32, torch.bfloat16, torch.float16}),
+    frozenset({torch.float32, torch.bfloat16, torch.float16}),
+    frozenset({torch.float32, torch.bfloat16}),
+)
+
+
+def check_integers(name: str, x: object, device: torch.device) -> None:
+    """Fail unless ``x`` is an integer tensor on ``device``."""
+    if not isinstance(x, Tensor):
+        raise not_a_tensor(name, x)
+    if x.device != device:
+        raise wrong_device(name, x, device)
+    if x.dtype not in INDEX_DTYPES:
+        raise wrong_dtype(name, x, INDEX_DTYPES)
+
+
+def check_list(name: str, x: Tensor, device: torch.device) -> None:
+    """Fail unless ``x`` is an integer tensor on ``device`` with one dimension, contiguous."""
+    check_integers(name, x, device)
+    if x.dim() != 1:
+        raise wrong_shape(name, x, "one dimension")
+    if not x.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got stride {x.stride(0)}")
+
+
+def not_a_tensor(name: str, x: object) -> TypeError:
+    """The error for something else than a tensor."""
+    return TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+
+
+def wrong_device(name: str, x: Tensor, device: torch.device) -> ValueError:
+    """The error for a tensor that is not where q is."""
+    return ValueError(f"{name} must be on {device} as q, got {x.device}")
+
+
+def wrong_dtype(name: str, x: Tensor, accepted: Collection[torch.dtype]) -> TypeError:
+    """The error for a dtype that is not accepted."""
+    return TypeError(f"{name} must be {' or '.join(sorted(map(dtype_name, accepted)))}, got {dtype_name(x.dtype)}")
+
+
+def wrong_shape(name: str, x: Tensor, accepted: str) -> ValueError:
+    """The error for a shape that does not fit; ``accepted`` describes one that does."""
+    return ValueError(f"{name} must have shape {accepted}, got {list(x.shape)}")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``bfloat16`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
