@@ -4,6 +4,7 @@ import logging
 import sys
 import timeit
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -212,6 +213,13 @@ def test_a_wheel_without_the_target(machine, monkeypatch):
     monkeypatch.setattr(chunk_gdn, "_POLICY", (missing,))
     answer = atrex.can_use_chunk_gated_delta_rule(**fake_call())
     assert not answer and answer.reason == "the nvidia/sm90 implementation is not in this wheel"
+
+
+def test_asking_imports_no_kernel(machine):
+    machine("h200")
+    answer = atrex.can_use_chunk_gated_delta_rule(**fake_call())
+    assert bool(answer) == (Path(atrex.__file__).parent / "kernels/nvidia/chunk_gdn/sm90").is_dir()
+    assert "atrex.kernels.nvidia.chunk_gdn.sm90" not in sys.modules
 
 
 def test_the_first_eligible_implementation_wins(machine, monkeypatch):

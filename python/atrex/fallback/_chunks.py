@@ -23,45 +23,37 @@ def sequence_spans(offsets: list[int], T: int, strict: bool) -> tuple[list[int],
 
 
 class Chunks:
-    """Where the tokens of sequences lie in chunks; the last chunk of a sequence is filled up with zeros.
+    """Where the tokens of sequences, given by falling length, lie in chunks; short chunks are filled up with zeros.
 
-    Chunks are ordered by their step, that is their place within the sequence, then by falling length of the sequence:
-    at each step the sequences that still run are the first ``running[step]`` of ``order``, and ``full[step]`` of
-    them fill the chunk.
+    Chunks are ordered by their step, that is their place within the sequence, then by sequence: at each step those
+    that still run are the first ``running[step]`` sequences, and the first ``full[step]`` of them fill the chunk.
     """
 
-    def __init__(self, starts: list[int], lengths: list[int], tokens: int, device: torch.device) -> None:
-        self.order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-        steps = -(-max(lengths) // CHUNK)
+    def __init__(self, starts: list[int], lengths: list[int], device: torch.device) -> None:
+        steps = -(-lengths[0] // CHUNK)
         self.running = [sum(length > step * CHUNK for length in lengths) for step in range(steps)]
         self.full = [sum(length >= (step + 1) * CHUNK for length in lengths) for step in range(steps)]
-        self._tokens = tokens
-        self._count = sum(self.running)
-        # One sequence of whole chunks: packing is a view.
-        self._in_place = starts == [0] and lengths == [tokens] and tokens % CHUNK == 0
-        if self._in_place:
-            return
-        first = [0, *itertools.accumulate(self.running)]
-        within = torch.arange(CHUNK)
-        source, packed = [], []
-        for rank, i in enumerate(self.order):
-            ids = [first[step] + rank for step in range(-(-lengths[i] // CHUNK))]
-            packed.append((torch.tensor(ids, dtype=torch.int64)[:, None] * CHUNK + within).flatten()[: lengths[i]])
-            source.append(torch.arange(starts[i], starts[i] + lengths[i]))
-        self._packed, self._source = torch.cat(packed).to(device), torch.cat(source).to(device)
+        self.source = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]).to(device)
+        # A sequence of whole chunks lies in the packed tensor as it lies in the source.
+        self._view = slice(starts[0], starts[0] + lengths[0])
+        self._is_view = len(lengths) == 1 and lengths[0] % CHUNK == 0
+        if not self._is_view:
+            first = [0, *itertools.accumulate(self.running)]
+            within, packed = torch.arange(CHUNK), []
+            for rank, length in enumerate(lengths):
+                ids = [first[step] + rank for step in range(-(-length // CHUNK))]
+                packed.append((torch.tensor(ids, dtype=torch.int64)[:, None] * CHUNK + within).flatten()[:length])
+            self._packed = torch.cat(packed).to(device)
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """``[B, T, ...]`` to ``[chunks, 64, ...]``."""
-        flat = x.flatten(0, 1)
-        if not self._in_place:
-            zeros = x.new_zeros(self._count * CHUNK, *x.shape[2:])
-            flat = zeros.index_copy(0, self._packed, flat.index_select(0, self._source))
-        return flat.unflatten(0, (self._count, CHUNK))
+        flat, count = x.flatten(0, 1), sum(self.running)
+        if self._is_view:
+            return flat[self._view].unflatten(0, (count, CHUNK))
+        zeros = x.new_zeros(count * CHUNK, *x.shape[2:])
+        return zeros.index_copy(0, self._packed, flat.index_select(0, self.source)).unflatten(0, (count, CHUNK))
 
-    def unpack(self, x: torch.Tensor) -> torch.Tensor:
-        """``[chunks, 64, ...]`` to ``[B * T, ...]``; tokens of no sequence get zeros."""
+    def tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """``[chunks, 64, ...]`` to ``[tokens, ...]``; ``source`` holds their places in the flat ``[B * T]``."""
         flat = x.flatten(0, 1)
-        if self._in_place:
-            return flat
-        zeros = x.new_zeros(self._tokens, *x.shape[2:])
-        return zeros.index_copy(0, self._source, flat.index_select(0, self._packed))
+        return flat if self._is_view else flat.index_select(0, self._packed)

@@ -9,7 +9,7 @@ D_ij = exp(G_i - G_j) for i >= j, else 0, the recurrence is a unit lower triangu
     S <- exp(G_last) S + K^T (exp(G_last - G) * U)
 
 K K^T and Q K^T are shared by the v heads of a q/k head. What does not depend on S is computed for a segment of
-several chunks at once; the rest runs chunk by chunk, for all heads and all sequences that are that long together.
+several chunks at once; the rest runs chunk by chunk, for all heads and for a block of sequences together.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from ._chunks import CHUNK, Chunks, sequence_spans
 if TYPE_CHECKING:
     from ..api._chunk_gdn_call import ChunkGdnCall
 
-# Chunks times v heads in a segment. One takes about 0.2 MB at K = V = 128, so a segment stays in a CPU's cache.
-_SEGMENT = 32
+# Chunks times v heads that are worked on together; one takes about 0.2 MB at K = V = 128. On a CPU they should stay
+# in its cache, a GPU wants many at once.
+_TOGETHER_ON_CPU, _TOGETHER_ON_GPU = 32, 1024
 # exp of it is 0 in float64 too, and unlike -inf it may be multiplied by 0.
 _LOWEST_LOG_DECAY = -1e4
 
@@ -50,22 +51,35 @@ def _run(call: ChunkGdnCall) -> tuple[torch.Tensor, torch.Tensor | None, torch.T
         live = [0 <= slot < pool.shape[0] for slot in slots]
         lengths = [length if alive else 0 for length, alive in zip(lengths, live, strict=True)]
 
-    chunks = Chunks(starts, lengths, call.B * call.T, device)
-    S = _initial_states(call, torch.tensor([slots[n] if live[n] else 0 for n in chunks.order], device=device))
-    packed_o, S, kept, kept_at = _scan(call, chunks, S)
-    o = chunks.unpack(packed_o).view_as(call.v)
+    order = sorted(range(call.N), key=lambda n: -lengths[n])
+    S = _initial_states(call, torch.tensor([slots[n] if live[n] else 0 for n in order], device=device))
+    together = _TOGETHER_ON_CPU if device.type == "cpu" else _TOGETHER_ON_GPU
+    # Autograd would fill up the gradient of each block to the size of the inputs.
+    block = call.N if call.needs_grad else max(1, together // call.HV)
+    sources, outputs, finals, kept, rows = [], [], [], [], []
+    for first in range(0, call.N, block):
+        sequences = order[first : first + block]
+        chunks = Chunks([starts[n] for n in sequences], [lengths[n] for n in sequences], device)
+        packed, final, snapshots = _scan(call, chunks, S[first : first + block], together)
+        sources.append(chunks.source)
+        outputs.append(chunks.tokens(packed))
+        finals.append(final)
+        for step, states in snapshots:
+            kept.append(states)
+            rows += [first_rows[n] + step * CHUNK // every - 1 for n in sequences[: states.shape[0]]]
 
-    final_state = checkpoints = None
+    o = call.v.new_zeros(call.B * call.T, call.HV, call.V)
+    o = o.index_copy(0, torch.cat(sources), torch.cat(outputs)).view(call.v.shape)
+    S = torch.cat(finals)
     if call.state_indices is not None:
-        ranks = [rank for rank, n in enumerate(chunks.order) if live[n]]
-        written = torch.tensor([slots[chunks.order[rank]] for rank in ranks], dtype=torch.int64, device=device)
+        ranks = [rank for rank, n in enumerate(order) if live[n]]
+        written = torch.tensor([slots[order[rank]] for rank in ranks], dtype=torch.int64, device=device)
         states = _as_returned(call, S.detach()[torch.tensor(ranks, dtype=torch.int64, device=device)])
-        pool.index_copy_(0, written, states)
-        final_state = pool
+        final_state = pool.index_copy_(0, written, states)
     else:
-        final_state = _as_returned(call, S[torch.tensor(chunks.order, device=device).argsort()])
+        final_state = _as_returned(call, S[torch.tensor(order, device=device).argsort()])
+    checkpoints = None
     if every:
-        rows = [first_rows[n] + count - 1 for n, count in kept_at]
         total = call.B * (call.T // every)
         # Overlapping offsets, which only a GPU lets through, ask for more rows than there are.
         checkpoints = S.new_zeros(max([total, *(row + 1 for row in rows)]), *S.shape[1:])
@@ -101,16 +115,16 @@ def _compute_dtype(call: ChunkGdnCall) -> torch.dtype:
 
 
 def _scan(
-    call: ChunkGdnCall, chunks: Chunks, S: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], list[tuple[int, int]]]:
-    """Outputs ``[chunks, 64, HV, V]``, final states, and the checkpoints with (sequence, number within it) of each."""
+    call: ChunkGdnCall, chunks: Chunks, S: torch.Tensor, together: int
+) -> tuple[torch.Tensor, torch.Tensor, list[tuple[int, torch.Tensor]]]:
+    """Outputs ``[chunks, 64, HV, V]``, final states, and the checkpoints as (steps done, states of the first few)."""
     HV, V, every = call.HV, call.V, call.checkpoint_every
-    segments = _segments(chunks.running, HV)
+    segments = _segments(chunks.running, together // HV)
     sizes = [sum(running) for running in segments]
     packed = [chunks.pack(x).split(sizes) for x in (call.q, call.k, call.g, call.beta, call.v)] if segments else []
     # Writing into one tensor is the cheaper way, but autograd would keep a copy of it for every write.
     written = None if call.needs_grad else call.v.new_empty(sum(sizes), CHUNK, HV, V)
-    outputs, finished, kept, kept_at = [], [], [], []
+    outputs, finished, snapshots = [call.v.new_empty(0, CHUNK, HV, V)], [], []
     step = done = 0
     for running, q, k, g, beta, v in zip(segments, *packed, strict=True):
         minus_k_and_q, k_to_end, T, P, decay = _prepare(call, q, k, g, beta)
@@ -137,20 +151,17 @@ def _scan(
             step += 1
             full = chunks.full[step - 1]
             if every and step * CHUNK % every == 0 and full:
-                kept.append(S[:full])
-                kept_at += [(n, step * CHUNK // every) for n in chunks.order[:full]]
+                snapshots.append((step, S[:full]))
         done += at
     S = torch.cat([S, *reversed(finished)])
-    if written is None:
-        written = torch.cat([call.v.new_empty(0, CHUNK, HV, V), *outputs])
-    return written, S, kept, kept_at
+    return torch.cat(outputs) if written is None else written, S, snapshots
 
 
-def _segments(running: list[int], HV: int) -> list[list[int]]:
-    """Consecutive steps together, as long as they have no more than ``_SEGMENT`` chunks times heads."""
+def _segments(running: list[int], most: int) -> list[list[int]]:
+    """Consecutive steps together, as long as they have no more than ``most`` chunks."""
     segments: list[list[int]] = []
     for count in running:
-        if segments and (sum(segments[-1]) + count) * HV <= _SEGMENT:
+        if segments and sum(segments[-1]) + count <= most:
             segments[-1].append(count)
         else:
             segments.append([count])
