@@ -1,5 +1,6 @@
 """What ``import atrex`` costs and what the public names look like before and after their first use."""
 
+import importlib
 import importlib.metadata
 import importlib.resources
 import inspect
@@ -14,7 +15,13 @@ import pytest
 
 import atrex
 
-PUBLIC = ("can_use_chunk_gated_delta_rule", "chunk_gated_delta_rule")
+# The API module of each public function.
+PUBLIC = {
+    "can_use_chunk_gated_delta_rule": "chunk_gdn",
+    "can_use_fused_recurrent_gated_delta_rule": "recurrent_gdn",
+    "chunk_gated_delta_rule": "chunk_gdn",
+    "fused_recurrent_gated_delta_rule": "recurrent_gdn",
+}
 
 
 def child(code):
@@ -67,9 +74,8 @@ def test_import_and_cpu_calls_compile_nothing_and_touch_no_gpu():
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_proxy_looks_like_its_function(name):
-    from atrex.api import chunk_gdn
-
-    function, proxy = getattr(chunk_gdn, name), atrex._lazy_import_and_call(name, lambda: chunk_gdn)
+    module = importlib.import_module(f"atrex.api.{PUBLIC[name]}")
+    function, proxy = getattr(module, name), atrex._lazy_import_and_call(name, lambda: module)
     assert inspect.signature(proxy) == inspect.signature(function)
     assert inspect.getdoc(proxy) == inspect.getdoc(function) and len(proxy.__doc__) > 300
     assert inspect.isroutine(proxy) and inspect.unwrap(proxy) is function
@@ -77,21 +83,40 @@ def test_a_proxy_looks_like_its_function(name):
     assert repr(proxy) == f"<function atrex.{name}>"
 
 
-def test_signature_is_that_of_the_field():
+KEYWORDS = {
+    "chunk_gdn": {
+        "use_qk_l2norm_in_kernel": False,
+        "cu_seqlens": None,
+        "state_v_first": False,
+        "state_indices": None,
+        "checkpoint_every": 0,
+        "head_first": False,
+    },
+    "recurrent_gdn": {
+        "A_log": None,
+        "a": None,
+        "b": None,
+        "dt_bias": None,
+        "use_qk_l2norm_in_kernel": False,
+        "cu_seqlens": None,
+        "state_v_first": False,
+        "state_indices": None,
+        "initial_state_indices": None,
+        "num_accepted_tokens": None,
+        "padding_index": -1,
+        "intermediate_states_buffer": None,
+        "intermediate_state_indices": None,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_signature_is_that_of_the_field(name):
     positional = ["q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state"]
-    keywords = [
-        "use_qk_l2norm_in_kernel",
-        "cu_seqlens",
-        "state_v_first",
-        "state_indices",
-        "checkpoint_every",
-        "head_first",
-    ]
-    for name in PUBLIC:
-        parameters = inspect.signature(getattr(atrex, name)).parameters.values()
-        assert [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD] == positional
-        assert [x.name for x in parameters if x.kind is x.KEYWORD_ONLY] == keywords
-        assert [x.default for x in parameters][5:] == [None, None, False, False, None, False, None, 0, False]
+    parameters = inspect.signature(getattr(atrex, name)).parameters.values()
+    assert [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD] == positional
+    assert [x.default for x in parameters][5:8] == [None, None, False]
+    assert {x.name: x.default for x in parameters if x.kind is x.KEYWORD_ONLY} == KEYWORDS[PUBLIC[name]]
 
 
 def test_first_use_replaces_the_proxy():

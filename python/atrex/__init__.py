@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from ._version import __version__ as __version__
 
-__all__ = ["can_use_chunk_gated_delta_rule", "chunk_gated_delta_rule"]
+__all__ = [
+    "can_use_chunk_gated_delta_rule",
+    "can_use_fused_recurrent_gated_delta_rule",
+    "chunk_gated_delta_rule",
+    "fused_recurrent_gated_delta_rule",
+]
 
 _namespace = globals()
 
@@ -72,9 +77,23 @@ def _chunk_gdn() -> Any:
     return chunk_gdn
 
 
+def _recurrent_gdn() -> Any:
+    from .api import recurrent_gdn
+
+    return recurrent_gdn
+
+
 if TYPE_CHECKING:
     from .api.chunk_gdn import can_use_chunk_gated_delta_rule as can_use_chunk_gated_delta_rule
     from .api.chunk_gdn import chunk_gated_delta_rule as chunk_gated_delta_rule
+    from .api.recurrent_gdn import (
+        can_use_fused_recurrent_gated_delta_rule as can_use_fused_recurrent_gated_delta_rule,
+    )
+    from .api.recurrent_gdn import fused_recurrent_gated_delta_rule as fused_recurrent_gated_delta_rule
 else:
     can_use_chunk_gated_delta_rule = _lazy_import_and_call("can_use_chunk_gated_delta_rule", _chunk_gdn)
     chunk_gated_delta_rule = _lazy_import_and_call("chunk_gated_delta_rule", _chunk_gdn)
+    can_use_fused_recurrent_gated_delta_rule = _lazy_import_and_call(
+        "can_use_fused_recurrent_gated_delta_rule", _recurrent_gdn
+    )
+    fused_recurrent_gated_delta_rule = _lazy_import_and_call("fused_recurrent_gated_delta_rule", _recurrent_gdn)

@@ -116,7 +116,9 @@ def check(
         _check_gate("beta", beta, device, gates, (B, T, HV))
     else:
         if g is not None or beta is not None:
-            raise ValueError("g and beta are computed from A_log, a, b and dt_bias: give the one pair or the other four")
+            raise ValueError(
+                "g and beta are computed from A_log, a, b and dt_bias: give the one pair or the other four"
+            )
         _check_gate("A_log", A_log, device, gates, (HV,))
         _check_gate("a", a, device, gates, (B, T, HV))
         _check_gate("b", b, device, gates, (B, T, HV))
@@ -180,7 +182,9 @@ def check(
         if initial_state_indices is not None or (state_indices is not None and state_indices.dim() == 2):
             raise ValueError("with intermediate_states_buffer state_indices must be the slots [N] that are read")
         if output_final_state:
-            raise ValueError("with intermediate_states_buffer there is no final state: output_final_state must be False")
+            raise ValueError(
+                "with intermediate_states_buffer there is no final state: output_final_state must be False"
+            )
 
     needs_grad = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (q, k, v, g, beta, A_log, a, b, dt_bias, initial_state)
