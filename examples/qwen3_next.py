@@ -38,14 +38,14 @@ class Setup(NamedTuple):
     dtype: torch.dtype
     width: float  # 1 is Qwen3-Next-80B
     tokens: int | None  # how much of the text; None is all of it
-    # Largest difference of the logits, as a part of the largest logit. The operators add up in different orders, and
-    # in bfloat16 each layer rounds what it hands on.
+    # Accepted difference of the logits, as a part of the largest one. The operators add up in different orders, and in
+    # bfloat16 each layer rounds what it hands on: that alone takes transformers 2e-2 away from its float32 logits.
     bound: float
 
 
 SETUPS = {
     "cpu": Setup(torch.float32, width=1 / 4, tokens=1000, bound=1e-5),
-    "cuda": Setup(torch.bfloat16, width=1, tokens=None, bound=3e-2),
+    "cuda": Setup(torch.bfloat16, width=1, tokens=None, bound=4e-2),
 }
 
 # The keywords of transformers' layers that both operators take. More come along, meant for other layers.
@@ -177,7 +177,7 @@ def main(arguments=None):
         for qkv, keywords in calls:
             operator(*qkv, **keywords)
 
-    print(f"\n{f'median of {REPEATS} runs':32}{'transformers':>12} {'atrex':>12}")
+    print(f"\n{f'median of {REPEATS} runs':32}{'transformers':>15} {'atrex':>12}")
     compare_times("whole forward pass        ", forward, device)
     compare_times("its gated delta rules only", rules, device)
 

@@ -76,6 +76,16 @@ def test_every_linear_layer_calls_atrex(model, atrex_calls):
     assert_close(logits, expected)
 
 
+def test_bfloat16_layers(atrex_calls):
+    bound = example.SETUPS["cuda"].bound
+    model = example.build_model("cpu", torch.bfloat16, SMALL.width)
+    expected, _ = example.read(model, example.OWN, tokens(0, 150))
+    logits, calls = example.read(model, example.through_atrex, tokens(0, 150))
+    assert [q.dtype for q in atrex_calls] == [torch.bfloat16] * LINEAR_LAYERS
+    assert {keywords["g"].dtype for _, keywords in calls} == {torch.float32}
+    assert_close(logits, expected, bound)
+
+
 def test_padded_batch(model, atrex_calls):
     texts = tokens(0, 150), tokens(200, 270)
     ids = torch.zeros(2, 150, dtype=torch.long)
@@ -89,7 +99,7 @@ def test_padded_batch(model, atrex_calls):
     assert_close(logits[mask == 1], expected[mask == 1])
     for row, text in enumerate(texts):
         alone, _ = example.read(model, example.through_atrex, text)
-        assert_close(logits[row, -text.shape[1] :], alone[0], bound=1e-4)  # rotary angles of shifted positions
+        assert_close(logits[row, -text.shape[1] :], alone[0])
 
 
 def test_reading_on_from_a_cache(model, atrex_calls):
