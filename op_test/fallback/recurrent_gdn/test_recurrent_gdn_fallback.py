@@ -1,0 +1,432 @@
+"""The fallback of fused_recurrent_gated_delta_rule: the whole contract on a CPU, gradients, and what it rejects."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import atrex
+from harness import inputs, poison, reference
+from harness.compare import assert_heads_close
+
+CPU = "cpu"
+recurrent = atrex.fused_recurrent_gated_delta_rule
+# Relative L2 of a head: float32 arithmetic, and a result rounded to bfloat16 or float16.
+LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}
+
+
+def close(name, got, want, head_dim, rounded_to=None):
+    """``rounded_to``: dtype of the states, if their rounding after each token reaches what is compared."""
+    limit = max(LIMITS[got.dtype], {None: 0, torch.float32: 1e-6, torch.bfloat16: 1e-2}[rounded_to])
+    assert_heads_close(name, got, want, head_dim, limit)
+
+
+def make_fused_gates(tokens, HV, seed, dtype):
+    """A_log, a, b, dt_bias as the layer's projections make them, and the g and beta that they stand for."""
+    gen = torch.Generator().manual_seed(seed)
+    A_log, dt_bias = (torch.randn(HV, generator=gen).to(dtype) for _ in range(2))
+    a, b = (2 * torch.randn(*tokens, HV, generator=gen).to(dtype) for _ in range(2))
+    g = -A_log.double().exp() * F.softplus(a.double() + dt_bias.double())
+    return {"A_log": A_log, "a": a, "b": b, "dt_bias": dt_bias}, g, b.double().sigmoid()
+
+
+@st.composite
+def cases(draw):
+    pick = lambda *values: draw(st.sampled_from(values))  # noqa: E731
+    lengths = draw(st.lists(st.integers(0, 5), min_size=1, max_size=5))
+    packed = draw(st.booleans())
+    return {
+        "lengths": lengths if packed else [lengths[0]] * len(lengths),
+        "packed": packed,
+        "tail": pick(0, 1, 3) if packed else 0,
+        "H": pick(1, 2, 3),
+        "ratio": pick(1, 2, 4),
+        "K": pick(1, 3, 16),
+        "V": pick(1, 5, 16),
+        "dtype": pick(torch.float32, torch.bfloat16, torch.float16, torch.float64),
+        "gate_dtype": pick(torch.float32, torch.bfloat16, torch.float16),
+        "gates": pick(*inputs.GATES),
+        "fused": pick(None, "BT", "flat"),
+        "layout": pick(*inputs.LAYOUTS),
+        "index_dtype": pick(torch.int32, torch.int64),
+        "state": pick(torch.float32, torch.bfloat16),
+        "mode": pick("none", "zeros", "rows", "slots", "moved", "verify", "accepted", "buffer"),
+        "width": pick(1, 2, 5),
+        "padding": pick(-1, 0, 2),
+        "v_first": draw(st.booleans()),
+        "l2norm": draw(st.booleans()),
+        "scale": pick(None, 0.0, 0.3),
+        "final": draw(st.booleans()),
+        "seed": draw(st.integers(0, 1 << 16)),
+    }
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+@given(cases())
+def test_contract(case):
+    lengths, packed, mode, seed, v_first = (case[x] for x in ("lengths", "packed", "mode", "seed", "v_first"))
+    H, HV, K, V, N, S = case["H"], case["H"] * case["ratio"], case["K"], case["V"], len(lengths), case["width"]
+    B, T = (1, sum(lengths) + case["tail"]) if packed else (N, lengths[0])
+    gen = torch.Generator().manual_seed(seed)
+    q, k, v, g, beta = inputs.make_inputs(
+        B, T, H, HV, K, V, seed=seed, device=CPU, dtype=case["dtype"], gate_dtype=case["gate_dtype"],
+        gates=case["gates"], layout=case["layout"],
+    )  # fmt: skip
+    gates = {"g": g, "beta": beta}
+    if case["fused"]:
+        gates, g, beta = make_fused_gates((B, T), HV, seed, case["gate_dtype"])
+        if case["fused"] == "flat":
+            gates |= {name: gates[name].flatten(0, 1) for name in ("a", "b")}
+    options = {"cu_seqlens": inputs.offsets(lengths, CPU, case["index_dtype"])} if packed else {}
+
+    # Slots: distinct for every sequence and token, some of them padding.
+    P, padding = N * (S + 1) + 3, case["padding"]
+    pool = inputs.make_states(P, HV, K, V, seed=seed, device=CPU, dtype=case["state"], v_first=v_first)
+    slots = torch.randperm(P, generator=gen)[: N * (S + 1)].view(N, S + 1).to(case["index_dtype"])
+    slots[seed % N, seed % (S + 1)] = (-1, P, padding, -(1 << 31), (1 << 31) - 1)[seed % 5]
+    read, written, accepted = slots[:, 0], slots[:, 1:], torch.ones(N, dtype=torch.int64)
+    states, buffer, final_mode = pool.clone(), None, case["final"] and mode != "buffer"
+    if mode in ("none", "zeros"):
+        states, final_mode = None, mode == "none"
+    elif mode == "rows":
+        states = pool[:N].clone()
+    elif mode == "slots":
+        options |= {"state_indices": read, "padding_index": padding}
+    elif mode == "moved":
+        options |= {"state_indices": written[:, 0], "initial_state_indices": read, "padding_index": padding}
+    elif mode in ("verify", "accepted"):
+        read = written[:, 0]
+        if mode == "accepted":
+            accepted = torch.randint(-1, S + 3, (N,), generator=gen)
+            read = written.gather(1, (accepted - 1).clamp(0, S - 1)[:, None])[:, 0]
+            options["num_accepted_tokens"] = accepted.to(case["index_dtype"])
+        options |= {"state_indices": written, "padding_index": padding}
+    elif mode == "buffer":
+        buffer = torch.full((N + 2, S, *pool.shape[1:]), 7.0, dtype=case["state"])
+        rows = torch.randperm(N + 2, generator=gen)[:N].to(case["index_dtype"])
+        rows[0] = (rows[0], -1, N + 2)[seed % 3]
+        options |= {"state_indices": read, "intermediate_states_buffer": buffer, "intermediate_state_indices": rows}
+        options["padding_index"] = padding
+
+    with poison.nan_empty():
+        o, final = recurrent(
+            q, k, v, scale=case["scale"], initial_state=states, output_final_state=final_mode,
+            use_qk_l2norm_in_kernel=case["l2norm"], state_v_first=v_first, **gates, **options,
+        )  # fmt: skip
+
+    is_slot = lambda x: 0 <= x < P and x != padding  # noqa: E731
+    live = [True] * N
+    initial = None
+    if mode == "rows":
+        initial = pool[:N]
+    elif mode not in ("none", "zeros"):
+        live = [is_slot(int(read[n])) and 1 <= int(accepted[n]) <= S for n in range(N)]
+        initial = pool[torch.where(torch.tensor(live), read, 0).long()]
+    scale = K**-0.5 if case["scale"] is None else case["scale"]
+    logical = None if initial is None else (initial.mT if v_first else initial)
+    want_o, want_final, want_each = reference.gated_delta_rule(
+        q, k, v, g, beta, scale, logical, lengths if packed else None, case["l2norm"], checkpoint_every=1
+    )
+    firsts = [sum(lengths[:n]) for n in range(N)]
+    for n in range(N):
+        if not live[n]:
+            (want_o[0, firsts[n] : firsts[n] + lengths[n]] if packed else want_o[n]).zero_()
+    each = mode in ("verify", "accepted", "buffer")
+    rounds = case["state"] if each else None
+    assert o.dtype is case["dtype"] and o.is_contiguous()
+    close("o", o, want_o, 2, rounds)
+    assert not o.flatten(0, 1)[sum(lengths) :].any()
+
+    if mode in ("none", "zeros", "rows"):
+        assert (final is not None) == final_mode
+        if final_mode:
+            assert final.dtype is (
+                case["state"] if mode == "rows" else torch.float64 if case["dtype"] is torch.float64 else torch.float32
+            )
+            close("final states", final.mT if v_first else final, want_final, 1)
+        assert states is None or torch.equal(states, pool[:N])
+        return
+    assert final is (states if final_mode else None)
+    expected = pool.double()  # what every slot holds afterwards
+    for n in range(N):
+        for t in range(min(lengths[n], S if each else 1)):
+            if mode == "buffer" or not live[n]:
+                continue
+            slot = int(read[n] if mode == "slots" else written[n, t])
+            if is_slot(slot):
+                state = want_each[firsts[n] + t] if each else want_final[n]
+                expected[slot] = state.mT if v_first else state
+    changed = (expected != pool.double()).flatten(1).any(1)
+    assert torch.equal(states[~changed], pool[~changed])
+    for slot in changed.nonzero().flatten().tolist():
+        close(f"slot {slot}", states[slot], expected[slot], 0, rounds)
+    if buffer is not None:
+        for row in range(N + 2):
+            n = (rows == row).nonzero().flatten().tolist()
+            kept = min(lengths[n[0]], S) if n and live[n[0]] else 0
+            assert (buffer[row, kept:] == 7).all()
+            for t in range(kept):
+                got = buffer[row, t].mT if v_first else buffer[row, t]
+                close(f"row {row}", got, want_each[firsts[n[0]] + t], 0, rounds)
+
+
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("accepted", [1, 2, 4])
+def test_verify_with_k_accepted_equals_k_decode_steps(accepted, state):
+    tokens = inputs.make_inputs(2, 4, 2, 4, 16, 16, seed=1, device=CPU)
+    more = inputs.make_inputs(2, 1, 2, 4, 16, 16, seed=2, device=CPU)
+    pool = inputs.make_states(9, 4, 16, 16, seed=3, device=CPU, dtype=state)
+    slots = torch.tensor([[1, 2, 3, 4], [8, 7, 6, 5]])
+    verified, stepped = pool.clone(), pool.clone()
+    o, _ = recurrent(*tokens, None, verified, state_indices=slots)
+    after, _ = recurrent(
+        *more, None, verified, state_indices=slots, num_accepted_tokens=torch.full((2,), accepted)
+    )  # fmt: skip
+    for t in range(accepted):
+        one, _ = recurrent(*(x[:, t : t + 1] for x in tokens), None, stepped, state_indices=slots[:, 0])
+        assert torch.equal(one, o[:, t : t + 1])
+    assert torch.equal(recurrent(*more, None, stepped, state_indices=slots[:, 0])[0], after)
+    buffer = torch.zeros(2, 4, *pool.shape[1:], dtype=state)
+    again, _ = recurrent(*tokens, None, pool, state_indices=slots[:, 0], intermediate_states_buffer=buffer)
+    assert torch.equal(again, o) and torch.equal(buffer[:, accepted - 1], stepped_back(pool, tokens, slots, accepted))
+
+
+def stepped_back(pool, tokens, slots, count):
+    """The states after ``count`` decode steps from ``pool``."""
+    stepped = pool.clone()
+    for t in range(count):
+        recurrent(*(x[:, t : t + 1] for x in tokens), None, stepped, state_indices=slots[:, 0])
+    return stepped[slots[:, 0]]
+
+
+def test_decode_after_prefill_equals_prefill_of_one_token_more():
+    tokens = inputs.make_inputs(2, 71, 2, 4, 16, 16, seed=4, device=CPU, dtype=torch.float32)
+    o, final = atrex.chunk_gated_delta_rule(*tokens, output_final_state=True)
+    _, state = atrex.chunk_gated_delta_rule(*(x[:, :70] for x in tokens), output_final_state=True)
+    last, state = recurrent(*(x[:, 70:] for x in tokens), None, state, True)
+    assert_heads_close("o", last, o[:, 70:], 2, 1e-5)
+    assert_heads_close("states", state, final, 1, 1e-5)
+
+
+def test_float16_outputs_stay_finite():
+    """States that have grown for long read out beyond float16; inf would become NaN in the norm behind."""
+    q, k, v, g, beta = inputs.make_inputs(1, 1, 1, 2, 16, 16, seed=5, device=CPU, dtype=torch.float16, gates="none")
+    state = torch.full((1, 2, 16, 16), 1e5)
+    state[:, :, :, 1::2] *= -1
+    o, final = recurrent(q.abs() + 1, k, v, g, beta, 1.0, state, True)
+    assert (o[..., ::2] == 65504).all() and (o[..., 1::2] == -65504).all() and final.isfinite().all()
+    state[0, 0, 0, 0] = float("nan")
+    assert recurrent(q, k, v, g, beta, 1.0, state)[0].isnan().any()  # hidden it must not be
+
+
+def test_softplus_of_large_inputs():
+    q, k, v, *_ = inputs.make_inputs(1, 1, 1, 4, 8, 8, seed=6, device=CPU, dtype=torch.float32)
+    state = inputs.make_states(1, 4, 8, 8, seed=7, device=CPU)
+    gates = {
+        "A_log": torch.full((4,), -12.0),
+        "a": torch.tensor([[[19.0, 21.0, 89.0, 2e4]]]),
+        "b": torch.tensor([[[0.0, -200.0, 200.0, 3.0]]]),
+        "dt_bias": torch.zeros(4),
+    }
+    o, final = recurrent(q, k, v, initial_state=state, output_final_state=True, **gates)
+    g = -gates["A_log"].double().exp() * F.softplus(gates["a"].double())
+    want_o, want_final, _ = reference.gated_delta_rule(q, k, v, g, gates["b"].double().sigmoid(), 8**-0.5, state)
+    assert_heads_close("o", o, want_o, 2, 1e-5)
+    assert_heads_close("states", final, want_final, 1, 1e-5)
+
+
+@pytest.mark.parametrize("padding", [-1, 0])
+def test_slot_zero_is_live_or_dead_by_choice(padding):
+    tokens = inputs.make_inputs(2, 1, 1, 2, 8, 8, seed=8, device=CPU)
+    before = inputs.make_states(4, 2, 8, 8, seed=9, device=CPU)
+    pool = before.clone()
+    o, _ = recurrent(*tokens, None, pool, state_indices=torch.tensor([0, 3]), padding_index=padding)
+    assert o[1].any() and not torch.equal(pool[3], before[3])
+    assert bool(o[0].any()) == (padding == -1) and torch.equal(pool[0], before[0]) == (padding == 0)
+
+
+def test_pool_with_padded_slots_and_a_column_of_a_table():
+    """Slots of a larger page, and indices as a column of a block table."""
+    tokens = inputs.make_inputs(2, 1, 1, 2, 8, 8, seed=10, device=CPU)
+    pages = torch.full((4, 2 * 8 * 8 + 32), 7.0)
+    pool = pages[:, : 2 * 8 * 8].unflatten(1, (2, 8, 8))
+    pool.copy_(inputs.make_states(4, 2, 8, 8, seed=11, device=CPU))
+    expected = recurrent(*tokens, None, pool[[2, 1]], True)
+    table = torch.tensor([[2, 9, 9], [1, 9, 9]])
+    o, final = recurrent(*tokens, None, pool, True, state_indices=table[:, 0])
+    assert final is pool and torch.equal(o, expected[0]) and torch.equal(pool[[2, 1]], expected[1])
+    assert (pages[:, 2 * 8 * 8 :] == 7).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", range(6), ids=["q", "k", "v", "g", "beta", "state"])
+def test_nan_and_inf_stay_in_their_sequence(where, bad):
+    tensors = [*inputs.make_inputs(3, 2, 1, 2, 8, 8, seed=12, device=CPU, dtype=torch.float32)]
+    tensors.append(inputs.make_states(3, 2, 8, 8, seed=13, device=CPU))
+    clean = recurrent(*tensors[:5], None, tensors[5], True)
+    tensors[where][1] = bad
+    dirty = recurrent(*tensors[:5], None, tensors[5], True)
+    for x, expected in zip(dirty, clean, strict=True):
+        assert torch.equal(x[[0, 2]], expected[[0, 2]])
+    assert not dirty[0][1].isfinite().all() or (where == 3 and bad > 0)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradcheck(fused):
+    gen = torch.Generator().manual_seed(14)
+    randn = lambda *shape: torch.randn(*shape, generator=gen, dtype=torch.float64, requires_grad=True)  # noqa: E731
+    common = [randn(1, 5, 1, 3), randn(1, 5, 1, 3), randn(1, 5, 2, 2), randn(2, 2, 3, 2)]
+    gates = [randn(2), randn(1, 5, 2), randn(1, 5, 2), randn(2)] if fused else [randn(1, 5, 2), randn(1, 5, 2)]
+
+    def run(q, k, v, states, *gates):
+        names = ("A_log", "a", "b", "dt_bias") if fused else ("g", "beta")
+        return recurrent(
+            q, k, v, initial_state=states, output_final_state=True, use_qk_l2norm_in_kernel=True,
+            cu_seqlens=inputs.offsets([3, 1], CPU), **dict(zip(names, gates, strict=True)),
+        )  # fmt: skip
+
+    assert torch.autograd.gradcheck(run, (*common, *gates))
+
+
+@pytest.mark.parametrize("offsets", [[1, 8], [0, 9], [0, 5, 3, 8], [-1, 8]])
+def test_malformed_offsets_are_an_error_on_a_cpu(offsets):
+    tensors = inputs.make_inputs(1, 8, 1, 1, 4, 4, seed=15, device=CPU)
+    with pytest.raises(ValueError, match=r"cu_seqlens must rise from 0 to at most T=8, got \["):
+        recurrent(*tensors, cu_seqlens=torch.tensor(offsets))
+
+
+B, T, H, HV, K, V = 2, 3, 1, 2, 4, 6
+
+
+def call(**options):
+    q, k, v, g, beta = inputs.make_inputs(B, T, H, HV, K, V, seed=16, device=CPU)
+    return {"q": q, "k": k, "v": v, "g": g, "beta": beta} | options
+
+
+STATE = torch.zeros(B, HV, K, V)
+IDS = torch.tensor([0, 1])
+TABLE = torch.tensor([[0, 1], [2, 3]])
+GATE, HEADS = torch.zeros(B, T, HV), torch.zeros(HV)
+FUSED = {"g": None, "beta": None, "A_log": HEADS, "a": GATE, "b": GATE, "dt_bias": HEADS}
+BUFFER = torch.zeros(B, T, HV, K, V)
+CASES = {
+    "q": (call(q=[1.0]), TypeError, r"q must be a torch.Tensor, got list"),
+    "v_device": (call(v=torch.zeros(B, T, HV, V, device="meta")), ValueError, r"v must be on cpu as q, got meta"),
+    "no_g": (call(g=None), TypeError, r"g must be a torch.Tensor, got NoneType"),
+    "no_beta": (call(beta=None), TypeError, r"beta must be a torch.Tensor, got NoneType"),
+    "g_shape": (call(g=GATE.mT), ValueError, r"g must have shape \[B=2, T=3, HV=2\], got \[2, 2, 3\]"),
+    "both_gates": (call(A_log=HEADS), ValueError, r"g and beta are computed from A_log, a, b and dt_bias"),
+    "no_dt_bias": (call(**FUSED | {"dt_bias": None}), TypeError, r"dt_bias must be a torch.Tensor, got NoneType"),
+    "a_shape": (
+        call(**FUSED | {"a": GATE[0]}),
+        ValueError,
+        r"a must have shape \[B=2, T=3, HV=2\] or \[B \* T=6, HV=2\], got \[3, 2\]",
+    ),
+    "A_log_shape": (call(**FUSED | {"A_log": GATE}), ValueError, r"A_log must have shape \[HV=2\], got \[2, 3, 2\]"),
+    "b_dtype": (call(**FUSED | {"b": GATE.int()}), TypeError, r"b must be bfloat16 or .*, got int32"),
+    "v_heads": (
+        call(v=torch.zeros(B, T, 0, V)),
+        ValueError,
+        r"v must have shape .* multiple of H=1 .*, got \[2, 3, 0, 6\]",
+    ),
+    "scale": (call(scale="1"), TypeError, r"scale must be a number or None, got str"),
+    "state_dtype": (
+        call(initial_state=STATE.half()),
+        TypeError,
+        r"initial_state must be bfloat16 or float32, got float16",
+    ),
+    "state_rows": (
+        call(initial_state=STATE[:1]),
+        ValueError,
+        r"initial_state must have shape \[N=2, HV=2, K=4, V=6\] with state_v_first=False, got \[1, 2, 4, 6\]",
+    ),
+    "state_layout": (
+        call(initial_state=STATE, state_v_first=True, state_indices=IDS),
+        ValueError,
+        r"initial_state must have shape \[P, HV=2, V=6, K=4\] with state_v_first=True, got \[2, 2, 4, 6\]",
+    ),
+    "indices_without_pool": (call(state_indices=IDS), ValueError, r"state_indices names slots of a pool: .*, got None"),
+    # A batch padded to the size of a captured graph brings its padding as indices, not as fewer of them.
+    "fewer_indices_than_sequences": (
+        call(initial_state=STATE, state_indices=IDS[:1]),
+        ValueError,
+        r"state_indices must have shape \[N=2\] or \[N=2, S\], got \[1\]",
+    ),
+    "indices_dtype": (
+        call(initial_state=STATE, state_indices=IDS.short()),
+        TypeError,
+        r"state_indices must be int32 or int64, got int16",
+    ),
+    "accepted_without_table": (
+        call(initial_state=STATE, state_indices=IDS, num_accepted_tokens=IDS),
+        ValueError,
+        r"num_accepted_tokens needs state_indices of shape \[N=2, S\], got \[2\]",
+    ),
+    "accepted_shape": (
+        call(initial_state=STATE, state_indices=TABLE, num_accepted_tokens=IDS[:1]),
+        ValueError,
+        r"num_accepted_tokens must have shape \[N=2\], got \[1\]",
+    ),
+    "read_twice": (
+        call(initial_state=STATE, state_indices=TABLE, num_accepted_tokens=IDS, initial_state_indices=IDS),
+        ValueError,
+        r"initial_state_indices and num_accepted_tokens both choose the slots that are read",
+    ),
+    "read_without_write": (
+        call(initial_state=STATE, initial_state_indices=IDS),
+        ValueError,
+        r"initial_state_indices needs state_indices, where the states are written, got None",
+    ),
+    "padding_index": (call(padding_index=None), TypeError, r"padding_index must be an int, got NoneType"),
+    "buffer_shape": (
+        call(initial_state=STATE, intermediate_states_buffer=BUFFER[:1]),
+        ValueError,
+        r"intermediate_states_buffer must have shape \[at least N=2, S, 2, 4, 6\], got \[1, 3, 2, 4, 6\]",
+    ),
+    "buffer_dtype": (
+        call(initial_state=STATE, intermediate_states_buffer=BUFFER.bfloat16()),
+        TypeError,
+        r"intermediate_states_buffer must be float32, got bfloat16",
+    ),
+    "buffer_without_state": (
+        call(intermediate_states_buffer=BUFFER),
+        ValueError,
+        r"intermediate_states_buffer needs an initial_state, got None",
+    ),
+    "buffer_missing": (
+        call(initial_state=STATE, intermediate_state_indices=IDS),
+        TypeError,
+        r"intermediate_states_buffer must be a torch.Tensor, got NoneType",
+    ),
+    "buffer_and_table": (
+        call(initial_state=STATE, state_indices=TABLE, intermediate_states_buffer=BUFFER),
+        ValueError,
+        r"with intermediate_states_buffer state_indices must be the slots \[N\] that are read",
+    ),
+    "buffer_and_final": (
+        call(initial_state=STATE, output_final_state=True, intermediate_states_buffer=BUFFER),
+        ValueError,
+        r"with intermediate_states_buffer there is no final state: output_final_state must be False",
+    ),
+    "pool_with_grad": (
+        call(initial_state=STATE.clone().requires_grad_(), state_indices=IDS),
+        ValueError,
+        r"initial_state is written in place with state_indices: it must not require grad",
+    ),
+    "packed_batches": (call(cu_seqlens=torch.tensor([0, 3])), ValueError, r"cu_seqlens packs .* B=1, got B=2"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rejected(name):
+    arguments, error, message = CASES[name]
+    with pytest.raises(error, match=f"^{message}") as raised:
+        recurrent(**arguments)
+    answer = atrex.can_use_fused_recurrent_gated_delta_rule(**arguments)
+    assert not answer and answer.reason == str(raised.value)
+
+
+def test_not_eligible_on_a_cpu():
+    answer = atrex.can_use_fused_recurrent_gated_delta_rule(**call())
+    assert not answer and answer.target == "unknown/cpu" and "no implementation for unknown/cpu" in answer.reason
