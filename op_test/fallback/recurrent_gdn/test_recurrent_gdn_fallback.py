@@ -9,166 +9,34 @@ from hypothesis import strategies as st
 import atrex
 from harness import inputs, poison, reference
 from harness.compare import assert_heads_close
+from harness.recurrent import CHOICES, Case
 
 CPU = "cpu"
 recurrent = atrex.fused_recurrent_gated_delta_rule
-# Relative L2 of a head: float32 arithmetic, and a result rounded to bfloat16 or float16.
-LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}
-
-
-def close(name, got, want, head_dim, rounded_to=None):
-    """``rounded_to``: dtype of the states, if their rounding after each token reaches what is compared."""
-    limit = max(LIMITS[got.dtype], {None: 0, torch.float32: 1e-6, torch.bfloat16: 1e-2}[rounded_to])
-    assert_heads_close(name, got, want, head_dim, limit)
-
-
-def make_fused_gates(tokens, HV, seed, dtype):
-    """A_log, a, b, dt_bias as the layer's projections make them, and the g and beta that they stand for."""
-    gen = torch.Generator().manual_seed(seed)
-    A_log, dt_bias = (torch.randn(HV, generator=gen).to(dtype) for _ in range(2))
-    a, b = (2 * torch.randn(*tokens, HV, generator=gen).to(dtype) for _ in range(2))
-    g = -A_log.double().exp() * F.softplus(a.double() + dt_bias.double())
-    return {"A_log": A_log, "a": a, "b": b, "dt_bias": dt_bias}, g, b.double().sigmoid()
 
 
 @st.composite
 def cases(draw):
     pick = lambda *values: draw(st.sampled_from(values))  # noqa: E731
-    lengths = draw(st.lists(st.integers(0, 5), min_size=1, max_size=5))
-    packed = draw(st.booleans())
-    return {
-        "lengths": lengths if packed else [lengths[0]] * len(lengths),
-        "packed": packed,
-        "tail": pick(0, 1, 3) if packed else 0,
-        "H": pick(1, 2, 3),
-        "ratio": pick(1, 2, 4),
-        "K": pick(1, 3, 16),
-        "V": pick(1, 5, 16),
+    H = pick(1, 2, 3)
+    return {name: pick(*values) for name, values in CHOICES.items()} | {
+        "lengths": draw(st.lists(st.integers(0, 5), min_size=1, max_size=5)),
+        "H": H,
+        "HV": H * pick(1, 2, 4),
+        "K": pick(8, 16, 31),
+        "V": pick(8, 16, 31),
         "dtype": pick(torch.float32, torch.bfloat16, torch.float16, torch.float64),
-        "gate_dtype": pick(torch.float32, torch.bfloat16, torch.float16),
-        "gates": pick(*inputs.GATES),
-        "fused": pick(None, "BT", "flat"),
-        "layout": pick(*inputs.LAYOUTS),
-        "index_dtype": pick(torch.int32, torch.int64),
-        "state": pick(torch.float32, torch.bfloat16),
-        "mode": pick("none", "zeros", "rows", "slots", "moved", "verify", "accepted", "buffer"),
-        "width": pick(1, 2, 5),
-        "padding": pick(-1, 0, 2),
-        "v_first": draw(st.booleans()),
-        "l2norm": draw(st.booleans()),
-        "scale": pick(None, 0.0, 0.3),
-        "final": draw(st.booleans()),
         "seed": draw(st.integers(0, 1 << 16)),
     }
 
 
 @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases())
-def test_contract(case):
-    lengths, packed, mode, seed, v_first = (case[x] for x in ("lengths", "packed", "mode", "seed", "v_first"))
-    H, HV, K, V, N, S = case["H"], case["H"] * case["ratio"], case["K"], case["V"], len(lengths), case["width"]
-    B, T = (1, sum(lengths) + case["tail"]) if packed else (N, lengths[0])
-    gen = torch.Generator().manual_seed(seed)
-    q, k, v, g, beta = inputs.make_inputs(
-        B, T, H, HV, K, V, seed=seed, device=CPU, dtype=case["dtype"], gate_dtype=case["gate_dtype"],
-        gates=case["gates"], layout=case["layout"],
-    )  # fmt: skip
-    gates = {"g": g, "beta": beta}
-    if case["fused"]:
-        gates, g, beta = make_fused_gates((B, T), HV, seed, case["gate_dtype"])
-        if case["fused"] == "flat":
-            gates |= {name: gates[name].flatten(0, 1) for name in ("a", "b")}
-    options = {"cu_seqlens": inputs.offsets(lengths, CPU, case["index_dtype"])} if packed else {}
-
-    # Slots: distinct for every sequence and token, some of them padding.
-    P, padding = N * (S + 1) + 3, case["padding"]
-    pool = inputs.make_states(P, HV, K, V, seed=seed, device=CPU, dtype=case["state"], v_first=v_first)
-    slots = torch.randperm(P, generator=gen)[: N * (S + 1)].view(N, S + 1).to(case["index_dtype"])
-    slots[seed % N, seed % (S + 1)] = (-1, P, padding, -(1 << 31), (1 << 31) - 1)[seed % 5]
-    read, written, accepted = slots[:, 0], slots[:, 1:], torch.ones(N, dtype=torch.int64)
-    states, buffer, final_mode = pool.clone(), None, case["final"] and mode != "buffer"
-    if mode in ("none", "zeros"):
-        states, final_mode = None, mode == "none"
-    elif mode == "rows":
-        states = pool[:N].clone()
-    elif mode == "slots":
-        options |= {"state_indices": read, "padding_index": padding}
-    elif mode == "moved":
-        options |= {"state_indices": written[:, 0], "initial_state_indices": read, "padding_index": padding}
-    elif mode in ("verify", "accepted"):
-        read = written[:, 0]
-        if mode == "accepted":
-            accepted = torch.randint(-1, S + 3, (N,), generator=gen)
-            read = written.gather(1, (accepted - 1).clamp(0, S - 1)[:, None])[:, 0]
-            options["num_accepted_tokens"] = accepted.to(case["index_dtype"])
-        options |= {"state_indices": written, "padding_index": padding}
-    elif mode == "buffer":
-        buffer = torch.full((N + 2, S, *pool.shape[1:]), 7.0, dtype=case["state"])
-        rows = torch.randperm(N + 2, generator=gen)[:N].to(case["index_dtype"])
-        rows[0] = (rows[0], -1, N + 2)[seed % 3]
-        options |= {"state_indices": read, "intermediate_states_buffer": buffer, "intermediate_state_indices": rows}
-        options["padding_index"] = padding
-
+def test_contract(choices):
+    case = Case(choices, CPU)
     with poison.nan_empty():
-        o, final = recurrent(
-            q, k, v, scale=case["scale"], initial_state=states, output_final_state=final_mode,
-            use_qk_l2norm_in_kernel=case["l2norm"], state_v_first=v_first, **gates, **options,
-        )  # fmt: skip
-
-    is_slot = lambda x: 0 <= x < P and x != padding  # noqa: E731
-    live = [True] * N
-    initial = None
-    if mode == "rows":
-        initial = pool[:N]
-    elif mode not in ("none", "zeros"):
-        live = [is_slot(int(read[n])) and 1 <= int(accepted[n]) <= S for n in range(N)]
-        initial = pool[torch.where(torch.tensor(live), read, 0).long()]
-    scale = K**-0.5 if case["scale"] is None else case["scale"]
-    logical = None if initial is None else (initial.mT if v_first else initial)
-    want_o, want_final, want_each = reference.gated_delta_rule(
-        q, k, v, g, beta, scale, logical, lengths if packed else None, case["l2norm"], checkpoint_every=1
-    )
-    firsts = [sum(lengths[:n]) for n in range(N)]
-    for n in range(N):
-        if not live[n]:
-            (want_o[0, firsts[n] : firsts[n] + lengths[n]] if packed else want_o[n]).zero_()
-    each = mode in ("verify", "accepted", "buffer")
-    rounds = case["state"] if each else None
-    assert o.dtype is case["dtype"] and o.is_contiguous()
-    close("o", o, want_o, 2, rounds)
-    assert not o.flatten(0, 1)[sum(lengths) :].any()
-
-    if mode in ("none", "zeros", "rows"):
-        assert (final is not None) == final_mode
-        if final_mode:
-            assert final.dtype is (
-                case["state"] if mode == "rows" else torch.float64 if case["dtype"] is torch.float64 else torch.float32
-            )
-            close("final states", final.mT if v_first else final, want_final, 1)
-        assert states is None or torch.equal(states, pool[:N])
-        return
-    assert final is (states if final_mode else None)
-    expected = pool.double()  # what every slot holds afterwards
-    for n in range(N):
-        for t in range(min(lengths[n], S if each else 1)):
-            if mode == "buffer" or not live[n]:
-                continue
-            slot = int(read[n] if mode == "slots" else written[n, t])
-            if is_slot(slot):
-                state = want_each[firsts[n] + t] if each else want_final[n]
-                expected[slot] = state.mT if v_first else state
-    changed = (expected != pool.double()).flatten(1).any(1)
-    assert torch.equal(states[~changed], pool[~changed])
-    for slot in changed.nonzero().flatten().tolist():
-        close(f"slot {slot}", states[slot], expected[slot], 0, rounds)
-    if buffer is not None:
-        for row in range(N + 2):
-            n = (rows == row).nonzero().flatten().tolist()
-            kept = min(lengths[n[0]], S) if n and live[n[0]] else 0
-            assert (buffer[row, kept:] == 7).all()
-            for t in range(kept):
-                got = buffer[row, t].mT if v_first else buffer[row, t]
-                close(f"row {row}", got, want_each[firsts[n[0]] + t], 0, rounds)
+        result = recurrent(**case.arguments)
+    case.check(*result)
 
 
 @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=str)
