@@ -63,7 +63,8 @@ void forward_binding(const py::tuple& sizes, const py::tuple& plan, bool fp16, f
   p.checkpoint_chunks = checkpoint_every / kChunk;
   p.checkpoint_rows = checkpoint_rows;
   p.workspace = reinterpret_cast<unsigned char*>(workspace);
-  forward(p, {int(item(plan, 0)), int(item(plan, 1)), int(item(plan, 2)), item(plan, 3)}, fp16, device,
+  forward(p, {int(item(plan, 0)), int(item(plan, 1)), int(item(plan, 2)), int(item(plan, 3)), bool(item(plan, 4)),
+           item(plan, 5)}, fp16, device,
           reinterpret_cast<cudaStream_t>(stream));
 }
 
@@ -77,9 +78,10 @@ void pack_binding(const py::tuple& from, int batch, int tokens, int heads, uintp
 }  // namespace
 
 PYBIND11_MODULE(_native, m) {
-  m.def("plan", [](int batch, int tokens, int value_heads, int sequences, bool packed, int multiprocessors) {
-    const Plan plan = make_plan(batch, tokens, value_heads, sequences, packed, multiprocessors);
-    return py::make_tuple(plan.slots, plan.segments, plan.warpgroups, plan.workspace_bytes);
+  m.def("plan", [](int batch, int tokens, int heads, int value_heads, int sequences, bool packed, int multiprocessors) {
+    const Plan plan = make_plan(batch, tokens, heads, value_heads, sequences, packed, multiprocessors);
+    return py::make_tuple(plan.slots, plan.segments, plan.warpgroups, plan.prepare_blocks, int(plan.overlap),
+                          plan.workspace_bytes);
   });
   m.def("forward", &forward_binding);
   m.def("pack", &pack_binding);

@@ -62,13 +62,14 @@ void forward(Problem p, const Plan& plan, bool fp16, int device, cudaStream_t st
   const DeviceScope scope(device);
   p.slots = plan.slots;
   p.segments = plan.segments;
-  p.offsets = workspace_of(plan.slots, p.value_heads, p.sequences, plan.segments);
+  p.overlap = plan.overlap;
+  p.offsets = workspace_of(plan.slots, p.heads, p.value_heads, p.sequences, plan.segments);
   const Activation out = {p.out, int64_t(p.tokens) * p.value_heads * kHeadDim, int64_t(p.value_heads) * kHeadDim,
                           kHeadDim};
   const ScanMaps maps = {encode(p.k, p.batch, p.tokens, p.heads, fp16), encode(p.q, p.batch, p.tokens, p.heads, fp16),
                          encode(p.v, p.batch, p.tokens, p.value_heads, fp16),
                          encode(out, p.batch, p.tokens, p.value_heads, fp16)};
-  if (p.tokens > 0) launch_prepare(p, fp16, maps.k, maps.q, stream);
+  if (p.tokens > 0) launch_prepare(p, fp16, plan.prepare_blocks, maps.k, maps.q, stream);
   (fp16 ? launch_scan_fp16 : launch_scan_bf16)(p, plan.warpgroups, maps, stream);
 }
 

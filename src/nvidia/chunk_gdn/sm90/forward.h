@@ -12,9 +12,11 @@ struct Plan {
   int slots;        // chunk slots, see sequence.cuh
   int segments;     // context parallelism
   int warpgroups;   // 64-row value slices that a scan block serves
+  int prepare_blocks;
+  bool overlap;  // the scan runs beside the preparation
   int64_t workspace_bytes;
 };
-Plan make_plan(int batch, int tokens, int value_heads, int sequences, bool packed, int multiprocessors);
+Plan make_plan(int batch, int tokens, int heads, int value_heads, int sequences, bool packed, int multiprocessors);
 
 // Runs on `stream` of `device`; `p.slots`, `p.segments` and `p.offsets` come from the plan. Throws std::runtime_error.
 void forward(Problem p, const Plan& plan, bool fp16, int device, cudaStream_t stream);

@@ -34,7 +34,7 @@ void launch(void (*kernel)(Params...), int blocks, int threads, int shared_bytes
   check(cudaLaunchKernelEx(&config, kernel, args...), "kernel launch");
 }
 
-void launch_prepare(const Problem& p, bool fp16, const CUtensorMap& map_k, const CUtensorMap& map_q,
+void launch_prepare(const Problem& p, bool fp16, int blocks, const CUtensorMap& map_k, const CUtensorMap& map_q,
                     cudaStream_t stream);
 
 struct ScanMaps {

@@ -1,6 +1,8 @@
 // What crosses the line between the host launchers and the kernels: plain data, no torch, no pybind11.
 #pragma once
 
+#include <cuda_runtime.h>
+
 #include <cstddef>
 #include <cstdint>
 
@@ -43,17 +45,24 @@ struct ChunkGates {
 };
 static_assert(sizeof(ChunkGates) % 16 == 0, "bulk copies move multiples of 16 bytes");
 
-// Workspace: per (slot, v-head) the strictly lower inverse, the scores and the gates; then what context
-// parallelism hands from its transfer pass to the scan.
+// The prepare kernel's work items: a chunk and a q/k head with up to four of its v-heads.
+inline constexpr int kItemHeads = 4;
+inline constexpr uint32_t kItemReady = 2;  // the item's two warpgroups are through
+__host__ __device__ inline int item_parts(int heads, int value_heads) {
+  return (value_heads / heads + kItemHeads - 1) / kItemHeads;
+}
+
+// Workspace: per (slot, v-head) the strictly lower inverse, the scores and the gates; a counter an item, for a scan
+// that runs beside the preparation; then what context parallelism hands from its transfer pass to the scan.
 inline constexpr size_t kTileBytes = size_t{kChunk} * kChunk * 2;
 inline constexpr size_t kStateFloatBytes = size_t{kHeadDim} * kHeadDim * 4;
 inline constexpr size_t kTransferBytes = size_t{kHeadDim} * kHeadDim * 2;
 
 struct Workspace {  // offsets in bytes
-  size_t inverse, scores, gates, initial, offsets, transfers, bytes;
+  size_t inverse, scores, gates, ready, initial, offsets, transfers, bytes;
 };
 
-inline Workspace workspace_of(int64_t slots, int64_t value_heads, int64_t sequences, int64_t segments) {
+inline Workspace workspace_of(int64_t slots, int64_t heads, int64_t value_heads, int64_t sequences, int64_t segments) {
   auto align = [](size_t n) { return (n + 1023) / 1024 * 1024; };
   const size_t chunk_heads = slots * value_heads;
   const size_t cuts = segments > 1 ? sequences * value_heads * (segments - 1) : 0;
@@ -61,7 +70,8 @@ inline Workspace workspace_of(int64_t slots, int64_t value_heads, int64_t sequen
   w.inverse = 0;
   w.scores = w.inverse + chunk_heads * kTileBytes;
   w.gates = w.scores + chunk_heads * kTileBytes;
-  w.initial = align(w.gates + chunk_heads * sizeof(ChunkGates));
+  w.ready = align(w.gates + chunk_heads * sizeof(ChunkGates));
+  w.initial = align(w.ready + slots * heads * item_parts(heads, value_heads) * sizeof(uint32_t));
   w.offsets = w.initial + (segments > 1 ? sequences * value_heads * kStateFloatBytes : 0);
   w.transfers = w.offsets + cuts * kStateFloatBytes;
   w.bytes = w.transfers + cuts * kTransferBytes;
@@ -77,6 +87,7 @@ struct Problem {
   bool l2norm;
   int slots;     // chunk slots in all, see sequence.cuh
   int segments;  // stretches that a sequence is cut into for context parallelism; 1: none
+  bool overlap;  // the scan runs beside the preparation and waits for each item's counter to reach kItemReady
 
   Activation q, k, v;
   Gate g, beta;

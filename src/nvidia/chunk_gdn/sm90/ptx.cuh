@@ -49,6 +49,9 @@ __device__ __forceinline__ void mbarrier_expect(uint64_t* barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)), "r"(bytes)
                : "memory");
 }
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(barrier)) : "memory");
+}
 // Predicated inside the asm: a C++ branch would end the basic block while wgmmas are in flight, and ptxas then
 // serialises all of them.
 __device__ __forceinline__ void mbarrier_arrive_if(uint64_t* barrier, bool on) {
@@ -69,6 +72,9 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
 }
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // ---- copies -------------------------------------------------------------------------------------------------------
@@ -91,14 +97,11 @@ __device__ __forceinline__ void load_bulk(void* to, const void* from, int bytes,
                "l"(from), "r"(bytes), "r"(smem_address(barrier))
                : "memory");
 }
-__device__ __forceinline__ void store_tile_if(const CUtensorMap* map, uint32_t from, int feature, int head, int token,
-                                              int batch, bool on) {
-  asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %6, 0;\n"
-      "@p cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];\n"
-      "@p cp.async.bulk.commit_group;}" ::"l"(map),
-      "r"(feature), "r"(head), "r"(token), "r"(batch), "r"(from), "r"(int(on))
-      : "memory");
+__device__ __forceinline__ void store_tile(const CUtensorMap* map, const void* from, int feature, int head, int token,
+                                           int batch) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(map),
+               "r"(feature), "r"(head), "r"(token), "r"(batch), "r"(smem_address(from))
+               : "memory");
 }
 __device__ __forceinline__ void store_bulk(void* to, const void* from, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(smem_address(from)),
@@ -106,12 +109,8 @@ __device__ __forceinline__ void store_bulk(void* to, const void* from, int bytes
                : "memory");
 }
 __device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-template <int kPending>
-__device__ __forceinline__ void store_wait_read_if(bool on) {
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %0, 0; @p cp.async.bulk.wait_group.read %1;}" ::"r"(int(on)),
-               "n"(kPending)
-               : "memory");
-}
+// Until the committed stores have read shared memory.
+__device__ __forceinline__ void store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void store_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 // Orders a thread's own shared-memory stores before later reads by wgmma and the copy engine.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -120,6 +119,20 @@ __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.
 
 __device__ __forceinline__ void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void grid_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+// ---- counters between kernels that run side by side ----------------------------------------------------------------
+
+// Publishes this thread's stores, completed bulk stores, and what a barrier has ordered before them.
+__device__ __forceinline__ void signal(uint32_t* counter) {
+  asm volatile("fence.proxy.async;\nfence.acq_rel.gpu;\nred.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* counter) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+// Orders what an acquire has made visible before later bulk loads.
+__device__ __forceinline__ void fence_async_proxy_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // ---- matrix moves -------------------------------------------------------------------------------------------------
 

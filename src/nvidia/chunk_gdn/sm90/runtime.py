@@ -18,9 +18,9 @@ def _multiprocessors(device: int) -> int:
 
 
 @cache
-def _plan(B: int, T: int, HV: int, N: int, packed: bool, device: int) -> tuple[int, int, int, int]:
-    """(chunk slots, segments of context parallelism, value slices a block, bytes of workspace)."""
-    return _native.plan(B, T, HV, N, packed, _multiprocessors(device))
+def _plan(B: int, T: int, H: int, HV: int, N: int, packed: bool, device: int) -> tuple[int, ...]:
+    """How the kernels cut a problem of this size (``Plan`` in forward.h); the last item is the workspace, bytes."""
+    return _native.plan(B, T, H, HV, N, packed, _multiprocessors(device))
 
 
 def _readable(x: torch.Tensor, device: int, stream: int) -> torch.Tensor:
@@ -45,9 +45,9 @@ def chunk_gated_delta_rule(call):
     stream = current_stream(device)
 
     q, k, v = _readable(q, device, stream), _readable(k, device, stream), _readable(v, device, stream)
-    plan = _plan(B, T, HV, N, cu_seqlens is not None, device)
+    plan = _plan(B, T, H, HV, N, cu_seqlens is not None, device)
     o = torch.empty((B, T, HV, 128), dtype=v.dtype, device=where)
-    workspace = torch.empty(plan[3], dtype=torch.uint8, device=where)
+    workspace = torch.empty(plan[-1], dtype=torch.uint8, device=where)
     final = checkpoints = None
     if indices is not None:
         final = initial

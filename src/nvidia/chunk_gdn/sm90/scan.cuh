@@ -39,24 +39,24 @@ struct Stage {
 
 template <class T, int kWarpgroups>
 struct alignas(1024) ScanMemory {
-  // With one warpgroup a third buffer saves a barrier in every step; with two there is no room.
-  static constexpr int kOutBuffers = kWarpgroups == 1 ? 3 : 1;
   Stage<T, kWarpgroups> stages[kStages];
-  T out[kWarpgroups][kOutBuffers][kTileElements];
+  T out[kWarpgroups][kTileElements];
   ChunkGates gates[kStages];
   uint64_t tiles_full[kStages], tiles_empty[kStages];
+  uint64_t out_full[kWarpgroups], out_empty[kWarpgroups];
   uint64_t transfer_full[2];
 };
 
 template <int kWarpgroups>
 struct ScanThreads {
   static constexpr int kState = 128 * kWarpgroups;
-  // setmaxnreg works on whole warpgroups, and only two state warpgroups need the producer's registers.
-  static constexpr int kProducer = kWarpgroups == 1 ? 32 : 128;
-  static constexpr int kBlock = kState + kProducer;
+  // A load warp, and for each state warpgroup a store warp. setmaxnreg works on whole warpgroups, and only two state
+  // warpgroups need the registers of these.
+  static constexpr int kCopy = kWarpgroups == 1 ? 64 : 128;
+  static constexpr int kBlock = kState + kCopy;
 };
 
-enum NamedBarrier { kWarpgroupBarrier = 1 /* and 2 */, kStateBarrier = 3, kTransfersDoneBarrier = 4 };
+enum NamedBarrier { kWarpgroupBarrier = 1 /* and 2 */, kStateBarrier = 3, kTransfersDoneBarrier, kStaggerBarrier };
 
 // What one block works on.
 struct Work {
@@ -138,6 +138,20 @@ __device__ __forceinline__ void store_fragment(const float (&s)[64], unsigned ch
   for (int i = 0; i < 16; ++i) quads[i * 128] = *reinterpret_cast<const float4*>(s + 4 * i);
 }
 
+// The block's share of a padding sequence's checkpoints, which have rows like any other's.
+template <int kWarpgroups>
+__device__ __forceinline__ void clear_checkpoints(const Problem& p, const Work& work, const Sequence& seq, int first,
+                                                  int end) {
+  const int row = checkpoints_before(p, work.sequence);
+  const int last = min(end, seq.length / kChunk) / p.checkpoint_chunks;
+  for (int i = first / p.checkpoint_chunks; i < last; ++i) {
+    for (int slice = work.slice; slice < work.slice + kWarpgroups; ++slice) {
+      const float zeros[64] = {};
+      if (threadIdx.x < 128) store_state(zeros, p.checkpoints, row + i, work.value_head, slice);
+    }
+  }
+}
+
 // ---- The kernel's body --------------------------------------------------------------------------------------------
 
 template <class T, int kWarpgroups, Pass kPass>
@@ -146,8 +160,10 @@ __device__ __forceinline__ void scan(const Problem& p, const ScanMaps& maps) {
   using Memory = ScanMemory<T, kWarpgroups>;
   constexpr bool kOutputs = kPass != Pass::kTransfer;
   constexpr bool kCheckpoints = kPass == Pass::kOutputsAndCheckpoints;
-  extern __shared__ unsigned char raw[];
-  auto& smem = *reinterpret_cast<Memory*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
+  // Whether what r takes is read well before its use. Beside the outputs that is slower, or does not fit the registers.
+  constexpr bool kAhead = !kOutputs;
+  extern __shared__ __align__(1024) unsigned char dynamic_smem[];
+  auto& smem = *reinterpret_cast<Memory*>(dynamic_smem);
   // Through a shuffle, so that the compiler knows it to be uniform in the warp.
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int lane = threadIdx.x % 32;
@@ -172,6 +188,8 @@ __device__ __forceinline__ void scan(const Problem& p, const ScanMaps& maps) {
           out[((token * p.value_heads + work.value_head) * kHeadDim + work.slice * kSliceRows) / 8 + i % kRowChunks] =
               uint4{};
         }
+        if constexpr (kCheckpoints) clear_checkpoints<kWarpgroups>(p, work, seq, first, end);
+        if (p.overlap) grid_wait();
       }
       return;
     }
@@ -182,15 +200,35 @@ __device__ __forceinline__ void scan(const Problem& p, const ScanMaps& maps) {
       mbarrier_init(&smem.tiles_full[stage], 1);
       mbarrier_init(&smem.tiles_empty[stage], 4 * kWarpgroups);
     }
+    for (int slice = 0; slice < kWarpgroups; ++slice) {
+      mbarrier_init(&smem.out_full[slice], 4);
+      mbarrier_init(&smem.out_empty[slice], 1);
+    }
     for (auto& barrier : smem.transfer_full) mbarrier_init(&barrier, 1);
     mbarrier_init_fence();
   }
   __syncthreads();
 
   if (warp >= 4 * kWarpgroups) {
-    // ================ Producer: one lane fills the stages in order.
-    if constexpr (kWarpgroups == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (warp > 4 * kWarpgroups) return;
+    if constexpr (kWarpgroups == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    const int store_slice = warp - 4 * kWarpgroups - 1;
+    if (store_slice >= 0) {
+      // ================ Store warps: one lane hands each whole tile of outputs to the copy engine.
+      if constexpr (kOutputs) {
+        if (store_slice >= kWarpgroups || lane != 0) return;
+        for (int chunk = first; chunk + 1 < end; ++chunk) {
+          mbarrier_wait(&smem.out_full[store_slice], (chunk - first) & 1);
+          store_tile(&maps.out, smem.out[store_slice], (work.slice + store_slice) * kSliceRows, work.value_head,
+                     seq.start + chunk * kChunk, seq.batch);
+          store_commit();
+          store_wait_read();
+          mbarrier_arrive(&smem.out_empty[store_slice]);
+        }
+        store_wait_all();
+      }
+      return;
+    }
+    // ================ Load warp: one lane fills the stages in order.
     if (kOutputs && work.segment > 1) named_barrier_sync(kTransfersDoneBarrier, Threads::kState + 32);
     if (work.identity) {  // M: v = 0, once and for all stages
       for (auto& stage : smem.stages) {
@@ -199,12 +237,15 @@ __device__ __forceinline__ void scan(const Problem& p, const ScanMaps& maps) {
       }
       __syncwarp();  // lane 0's arrivals on the full barriers publish it
     }
-    if (lane != 0) return;
     const int head = work.value_head / (p.value_heads / p.heads);
     int bytes = kPanels * kTileElements * 2 + int(kTileBytes) + int(sizeof(ChunkGates));
     if (!work.identity) bytes += kWarpgroups * kTileElements * 2;
     if (kOutputs) bytes += kPanels * kTileElements * 2 + int(kTileBytes);
-    grid_wait();
+    const int parts = item_parts(p.heads, p.value_heads);
+    const int part = work.value_head % (p.value_heads / p.heads) / kItemHeads;
+    const auto* counters = reinterpret_cast<const uint32_t*>(p.workspace + p.offsets.ready);
+    int prepared = p.overlap ? first : end;  // chunks before this one are known to be prepared
+    if (!p.overlap) grid_wait();
     for (int chunk = first; chunk < end; ++chunk) {
       const int index = (chunk - first) % kStages;
       const uint32_t round = (chunk - first) / kStages;
@@ -213,39 +254,53 @@ __device__ __forceinline__ void scan(const Problem& p, const ScanMaps& maps) {
       const int token = seq.start + chunk * kChunk;
       const int64_t chunk_head = int64_t(seq.slot + chunk) * p.value_heads + work.value_head;
       // Wait until the state warpgroups have released the stage, then announce all bytes on its full barrier.
-      mbarrier_wait(&smem.tiles_empty[index], (round + 1) & 1);
-      mbarrier_expect(full, bytes);
-      for (int panel = 0; panel < kPanels; ++panel) {
-        load_tile(stage.k[panel], &maps.k, panel * 64, head, token, seq.batch, full);
-      }
-      if (!work.identity) {
-        for (int slice = 0; slice < kWarpgroups; ++slice) {
-          load_tile(stage.v[slice], &maps.v, (work.slice + slice) * kSliceRows, work.value_head, token, seq.batch,
-                    full);
-        }
-      }
-      load_bulk(&smem.gates[index], p.workspace + p.offsets.gates + chunk_head * sizeof(ChunkGates), sizeof(ChunkGates),
-                full);
-      load_bulk(stage.inverse, p.workspace + p.offsets.inverse + chunk_head * kTileBytes, kTileBytes, full);
-      if constexpr (kOutputs) {
+      mbarrier_wait(&smem.tiles_empty[index], (round + 1) & 1);  // at once in the first round
+      if (lane == 0) {
+        mbarrier_expect(full, bytes);
         for (int panel = 0; panel < kPanels; ++panel) {
-          load_tile(stage.q[panel], &maps.q, panel * 64, head, token, seq.batch, full);
+          load_tile(stage.k[panel], &maps.k, panel * 64, head, token, seq.batch, full);
+          if (kOutputs) load_tile(stage.q[panel], &maps.q, panel * 64, head, token, seq.batch, full);
         }
-        load_bulk(stage.scores, p.workspace + p.offsets.scores + chunk_head * kTileBytes, kTileBytes, full);
+        if (!work.identity) {
+          for (int slice = 0; slice < kWarpgroups; ++slice) {
+            load_tile(stage.v[slice], &maps.v, (work.slice + slice) * kSliceRows, work.value_head, token, seq.batch,
+                      full);
+          }
+        }
       }
+      // A look at 32 counters takes as long as one at one: mostly the preparation is far ahead.
+      while (prepared <= chunk) {
+        const int64_t item = (int64_t(seq.slot + prepared + lane) * p.heads + head) * parts + part;
+        const bool done = prepared + lane < end && load_acquire(counters + item) >= kItemReady;
+        const uint32_t missing = ~__ballot_sync(0xffffffffu, done);
+        prepared += missing == 0 ? 32 : __ffs(missing) - 1;
+        __syncwarp();
+        fence_async_proxy_all();
+      }
+      if (lane == 0) {
+        load_bulk(&smem.gates[index], p.workspace + p.offsets.gates + chunk_head * sizeof(ChunkGates),
+                  sizeof(ChunkGates), full);
+        load_bulk(stage.inverse, p.workspace + p.offsets.inverse + chunk_head * kTileBytes, kTileBytes, full);
+        if constexpr (kOutputs) {
+          load_bulk(stage.scores, p.workspace + p.offsets.scores + chunk_head * kTileBytes, kTileBytes, full);
+        }
+      }
+      __syncwarp();
     }
   } else {
     // ================ State warpgroups
-    if constexpr (kWarpgroups == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    if constexpr (kWarpgroups == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
     const int warpgroup = warp / 4;
     const int slice = work.slice + warpgroup;
-    const bool elected = threadIdx.x % 128 == 0;
 
     float s[64];             // S^T
     uint32_t s_operand[32];  // S^T rounded
     float x[32], y[32];      // S^T K^T, then u; S^T Q^T, then o
     uint32_t v[16];          // v^T, packed
+    float beta_v[32];        // beta v^T
+    float2 decay_k[8];
     uint32_t u_state[16], u_scores[16];
+    float2 decay_q[8];
 
     // ---- The state that this segment starts from
     if (kPass == Pass::kTransfer && work.identity) {
@@ -307,19 +362,41 @@ __device__ __forceinline__ void scan(const Problem& p, const ScanMaps& maps) {
     const uint32_t matrix_offset = matrix_row * 128 + ((warp % 4 * 2 + lane / 8 % 2) ^ (lane & 7)) * 16;
     const int t2 = lane % 4 * 2;
 
+    auto load_gates = [&](float2(&to)[8], const float* from) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) to[n] = load_shared2(from + 8 * n + t2);
+    };
+    // What r takes besides x.
+    auto multiply_v = [&](int stage) {
+      const ChunkGates& gates = smem.gates[stage];
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        const float2 beta = load_shared2(gates.beta + 8 * n + t2);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float2 value = unpack2<T>(v[2 * n + i]);
+          beta_v[4 * n + 2 * i] = beta.x * value.x;
+          beta_v[4 * n + 2 * i + 1] = beta.y * value.y;
+        }
+      }
+      load_gates(decay_k, gates.decay_k);
+    };
     auto load_v = [&](int stage) {
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
         load_matrix_transposed(v + 4 * step,
                                smem_address(smem.stages[stage].v[warpgroup]) + matrix_offset + step * 2048);
       }
+      if constexpr (kAhead) {
+        multiply_v(stage);
+        tie(beta_v);
+      }
     };
     auto round_state = [&] {
 #pragma unroll
       for (int i = 0; i < 32; ++i) s_operand[i] = pack2<T>(s[2 * i], s[2 * i + 1]);
     };
-    auto decay_state = [&](int stage) {
-      const float decay = smem.gates[stage].decay_chunk[0];
+    auto decay_state = [&](float decay) {
 #pragma unroll
       for (int i = 0; i < 64; ++i) s[i] *= decay;
       tie(s);
@@ -345,22 +422,12 @@ __device__ __forceinline__ void scan(const Problem& p, const ScanMaps& maps) {
       }
       wgmma_commit();
     };
-    // x (and y) in flight on entry; on exit u is packed and nothing is in flight.
-    auto solve = [&](int stage) {
+    // x (and y) in flight on entry; on exit u is packed and nothing is in flight. `meanwhile` runs under the product.
+    auto solve = [&](int stage, auto meanwhile) {
       const ChunkGates& gates = smem.gates[stage];
-      float beta_v[32];
-      float2 decay_k[8], decay_u[8];
-#pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        const float2 beta = load_shared2(gates.beta + 8 * n + t2);
-        decay_k[n] = load_shared2(gates.decay_k + 8 * n + t2);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float2 value = unpack2<T>(v[2 * n + i]);
-          beta_v[4 * n + 2 * i] = beta.x * value.x;
-          beta_v[4 * n + 2 * i + 1] = beta.y * value.y;
-        }
-      }
+      [[maybe_unused]] const float decay_chunk = gates.decay_chunk[0];
+      float2 decay_u[8];
+      if constexpr (!kAhead) multiply_v(stage);
       wgmma_wait<kOutputs ? 1 : 0>();
       tie(x);
       uint32_t r[16];
@@ -377,9 +444,10 @@ __device__ __forceinline__ void scan(const Problem& p, const ScanMaps& maps) {
 #pragma unroll
       for (int step = 0; step < 4; ++step) wgmma_64x64<T>(x, r + 4 * step, inverse + 2 * step, true);
       wgmma_commit();
-      if constexpr (!kCheckpoints) decay_state(stage);  // S^T itself is no operand in flight
-#pragma unroll
-      for (int n = 0; n < 8; ++n) decay_u[n] = load_shared2(gates.decay_u + 8 * n + t2);
+      meanwhile();
+      if constexpr (!kCheckpoints) decay_state(decay_chunk);  // S^T itself is no operand in flight
+      load_gates(decay_u, gates.decay_u);
+      if constexpr (kOutputs && kAhead) load_gates(decay_q, gates.decay_q);
       wgmma_wait<0>();
       tie(x);
       tie(r);
@@ -402,13 +470,13 @@ __device__ __forceinline__ void scan(const Problem& p, const ScanMaps& maps) {
     };
     auto finish_outputs = [&](int stage) {
       const uint64_t scores = smem_descriptor(smem_address(smem.stages[stage].scores), 16, 1024);
+      if constexpr (!kAhead) load_gates(decay_q, smem.gates[stage].decay_q);
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
-        const float2 decay_q = load_shared2(smem.gates[stage].decay_q + 8 * n + t2);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          y[4 * n + 2 * i] *= decay_q.x;
-          y[4 * n + 2 * i + 1] *= decay_q.y;
+          y[4 * n + 2 * i] *= decay_q[n].x;
+          y[4 * n + 2 * i + 1] *= decay_q[n].y;
         }
       }
       tie(u_scores);
@@ -418,7 +486,7 @@ __device__ __forceinline__ void scan(const Problem& p, const ScanMaps& maps) {
       for (int step = 0; step < 4; ++step) wgmma_64x64<T>(y, u_scores + 4 * step, scores + 2 * step, true);
       wgmma_commit();
     };
-    uint32_t out_buffer = smem_address(smem.out[warpgroup]);
+    const uint32_t out_buffer = smem_address(smem.out[warpgroup]);
     auto stage_outputs = [&](const uint32_t (&packed)[16]) {
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
@@ -449,26 +517,30 @@ __device__ __forceinline__ void scan(const Problem& p, const ScanMaps& maps) {
     if (first < end) {
       mbarrier_wait(&smem.tiles_full[0], 0);
       clear_tail(0, first);
+      // Half a step apart, one warpgroup's products run under the other's arithmetic; in step they would wait in turn.
+      if (kWarpgroups == 2 && warpgroup == 1) named_barrier_sync(kStaggerBarrier, Threads::kState);
       load_v(0);
       round_state();
       multiply_k(0);
       if constexpr (kOutputs) multiply_q(0);
-      solve(0);
+      solve(0, [] {});
+      if (kWarpgroups == 2 && warpgroup == 0) named_barrier_arrive(kStaggerBarrier, Threads::kState);
       int stage = 0;
       uint32_t parity = 0;
 #pragma unroll 1
       for (int chunk = first; chunk + 1 < end; ++chunk) {
-        // Nothing is in flight. Wait for the next chunk's tiles.
+        // Nothing is in flight. Wait for the next chunk's tiles, and until the last outputs have left shared memory.
         const int current = stage;
         if (++stage == kStages) {
           stage = 0;
           parity ^= 1;
         }
         mbarrier_wait(&smem.tiles_full[stage], parity);
+        if constexpr (kOutputs) mbarrier_wait(&smem.out_empty[warpgroup], ~(chunk - first) & 1);
         clear_tail(stage, chunk + 1);
         if constexpr (kCheckpoints) {
           if (chunk > first && chunk % p.checkpoint_chunks == 0) store_checkpoint(chunk, checkpoint_row);
-          decay_state(current);
+          decay_state(smem.gates[current].decay_chunk[0]);
         }
         // State and outputs of this chunk; meanwhile v of the next.
         update_state(current);
@@ -490,31 +562,23 @@ __device__ __forceinline__ void scan(const Problem& p, const ScanMaps& maps) {
           for (int i = 0; i < 16; ++i) packed[i] = pack2<T>(y[2 * i], y[2 * i + 1]);
           tie(packed);
           multiply_q(stage);
-          if constexpr (Memory::kOutBuffers == 1) {
-            store_wait_read_if<0>(elected);
-            named_barrier_sync(kWarpgroupBarrier + warpgroup, 128);
-          }
           stage_outputs(packed);
-          fence_async_proxy();
-          // Three buffers: the one written next was stored two steps ago, and its store has been read by now.
-          if constexpr (Memory::kOutBuffers == 3) store_wait_read_if<1>(elected);
-          named_barrier_sync(kWarpgroupBarrier + warpgroup, 128);
-          store_tile_if(&maps.out, out_buffer, slice * kSliceRows, work.value_head, seq.start + chunk * kChunk,
-                        seq.batch, elected);
-          if constexpr (Memory::kOutBuffers == 3) {
-            out_buffer = out_buffer == smem_address(smem.out[warpgroup][2]) ? smem_address(smem.out[warpgroup])
-                                                                            : out_buffer + uint32_t(kTileBytes);
-          }
         }
         // All reads of this chunk's tiles are over: release its stage.
         mbarrier_arrive_if(&smem.tiles_empty[current], lane == 0);
-        solve(stage);
+        solve(stage, [&] {
+          if constexpr (kOutputs) {
+            fence_async_proxy();
+            __syncwarp();
+            mbarrier_arrive_if(&smem.out_full[warpgroup], lane == 0);
+          }
+        });
       }
 
       // ---- The last chunk: its outputs are stored row by row, since a whole tile would run into the next sequence.
       if constexpr (kCheckpoints) {
         if (end - 1 > first && (end - 1) % p.checkpoint_chunks == 0) store_checkpoint(end - 1, checkpoint_row);
-        decay_state(stage);
+        decay_state(smem.gates[stage].decay_chunk[0]);
       }
       update_state(stage);
       if constexpr (kOutputs) finish_outputs(stage);
@@ -525,8 +589,7 @@ __device__ __forceinline__ void scan(const Problem& p, const ScanMaps& maps) {
         uint32_t packed[16];
 #pragma unroll
         for (int i = 0; i < 16; ++i) packed[i] = pack2<T>(y[2 * i], y[2 * i + 1]);
-        store_wait_read_if<0>(elected);
-        named_barrier_sync(kWarpgroupBarrier + warpgroup, 128);
+        mbarrier_wait(&smem.out_empty[warpgroup], ~(end - 1 - first) & 1);
         stage_outputs(packed);
         named_barrier_sync(kWarpgroupBarrier + warpgroup, 128);
         const int live = min(kChunk, seq.length - (end - 1) * kChunk);
@@ -548,10 +611,11 @@ __device__ __forceinline__ void scan(const Problem& p, const ScanMaps& maps) {
 
     // ---- The state that this segment leaves behind
     if constexpr (kOutputs) {
+      // The grid ends after the preparation: what that has cleared is clear for whoever comes next.
+      if (p.overlap) grid_wait();
       if (p.final.data != nullptr && work.segment == p.segments - 1) {
         store_state(s, p.final, state_row, work.value_head, slice);
       }
-      if (elected) store_wait_all();
     } else {
       const int64_t cut = sequence_head * (p.segments - 1) + work.segment;
       if (!work.identity) {
@@ -580,15 +644,15 @@ void launch_scan(const Problem& p, int warpgroups, const ScanMaps& maps, cudaStr
                  const ScanKernels& kernels) {
   const int heads = p.sequences * p.value_heads;
   if (p.segments > 1) {
-    launch(kernels.transfer, heads * (2 * p.segments - 3), ScanThreads<2>::kBlock, sizeof(ScanMemory<T, 2>) + 1024,
+    launch(kernels.transfer, heads * (2 * p.segments - 3), ScanThreads<2>::kBlock, sizeof(ScanMemory<T, 2>),
            /*overlap=*/true, stream, p, maps);
   }
   if (warpgroups == 1) {
     launch(p.checkpoint_chunks ? kernels.checkpoints_1 : kernels.outputs_1, heads * p.segments * 2,
-           ScanThreads<1>::kBlock, sizeof(ScanMemory<T, 1>) + 1024, /*overlap=*/true, stream, p, maps);
+           ScanThreads<1>::kBlock, sizeof(ScanMemory<T, 1>), /*overlap=*/true, stream, p, maps);
   } else {
     launch(p.checkpoint_chunks ? kernels.checkpoints_2 : kernels.outputs_2, heads * p.segments, ScanThreads<2>::kBlock,
-           sizeof(ScanMemory<T, 2>) + 1024, /*overlap=*/true, stream, p, maps);
+           sizeof(ScanMemory<T, 2>), /*overlap=*/true, stream, p, maps);
   }
 }
 
