@@ -186,8 +186,14 @@ def check(
                 "with intermediate_states_buffer there is no final state: output_final_state must be False"
             )
 
-    needs_grad = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, k, v, g, beta, A_log, a, b, dt_bias, initial_state)
+    needs_grad = torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (initial_state is not None and initial_state.requires_grad)
+        or (g if A_log is None else a).requires_grad  # type: ignore[union-attr]
+        or (beta if A_log is None else b).requires_grad  # type: ignore[union-attr]
+        or (A_log is not None and (A_log.requires_grad or dt_bias.requires_grad))  # type: ignore[union-attr]
     )
     if needs_grad and state_indices is not None and initial_state.requires_grad:  # type: ignore[union-attr]
         raise ValueError("initial_state is written in place with state_indices: it must not require grad")

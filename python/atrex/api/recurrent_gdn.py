@@ -202,14 +202,12 @@ def _supports_sm90(call: RecurrentGdnCall) -> Eligibility:
 
 def _in_vectors(states: Tensor, HV: int) -> bool:
     """Whether the states of a sequence or slot lie in one piece, each piece on the 16-byte grid."""
-    *outer, head, row, column = states.stride()
-    grid = 16 // states.element_size()
+    strides = states.stride()
+    off_grid = 16 // states.element_size() - 1
     return (
-        row == 128
-        and column == 1
-        and (head == 128 * 128 or HV == 1)
-        and all(stride % grid == 0 for stride in outer)
-        and states.storage_offset() % grid == 0
+        strides[-2:] == (128, 1)
+        and (strides[-3] == 128 * 128 or HV == 1)
+        and not (strides[0] | strides[-4] | states.storage_offset()) & off_grid
     )
 
 

@@ -1,0 +1,22 @@
+// States [K, V].
+#include "launch.h"
+#include "recurrent.cuh"
+
+ATREX_RECURRENT_GDN_KERNEL(atrex_recurrent_gdn_k_first_f32_bf16, float, __nv_bfloat16, false, 5)
+ATREX_RECURRENT_GDN_KERNEL(atrex_recurrent_gdn_k_first_f32_fp16, float, __half, false, 5)
+ATREX_RECURRENT_GDN_KERNEL(atrex_recurrent_gdn_k_first_bf16_bf16, __nv_bfloat16, __nv_bfloat16, false, 3)
+ATREX_RECURRENT_GDN_KERNEL(atrex_recurrent_gdn_k_first_bf16_fp16, __nv_bfloat16, __half, false, 3)
+
+namespace atrex::recurrent_gdn {
+
+void launch_k_first(const Problem& p, const Variant& variant, cudaStream_t stream) {
+  if (variant.state_bf16) {
+    launch(variant.fp16 ? atrex_recurrent_gdn_k_first_bf16_fp16 : atrex_recurrent_gdn_k_first_bf16_bf16, p,
+           Tile<__nv_bfloat16, false>::kBlockV, stream);
+  } else {
+    launch(variant.fp16 ? atrex_recurrent_gdn_k_first_f32_fp16 : atrex_recurrent_gdn_k_first_f32_bf16, p,
+           Tile<float, false>::kBlockV, stream);
+  }
+}
+
+}  // namespace atrex::recurrent_gdn
