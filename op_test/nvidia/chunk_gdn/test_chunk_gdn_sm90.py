@@ -58,26 +58,27 @@ def check(what, case):
 
 # ---- Plans: how the kernels cut a problem, which the target decides from its sizes -------------------------------
 
-PLANS = ("overlap", "1x64", "2x64", "segments")
+PLANS = [f"{how}{warpgroups}x64" for how in ("", "overlap ", "segments ") for warpgroups in (1, 2)]
 
 
 def plan_of(case):
+    """Serial or in segments, or serial beside the preparation; and the value rows that a scan block serves."""
     from atrex.kernels.nvidia.chunk_gdn.sm90 import runtime
 
     B, T, N = case.sizes
     _, segments, warpgroups, _, overlap, _ = runtime._plan(B, T, case.H, case.HV, N, case.packed, DEVICE.index)
-    if segments > 1:
-        return "segments"
-    return "overlap" if overlap else f"{warpgroups}x64"
+    return f"{'segments ' if segments > 1 else 'overlap ' if overlap else ''}{warpgroups}x64"
 
 
 @functools.cache
 def planned(plan, packed=True, **options):
-    """The smallest of some shapes that the target serves with ``plan``: packed with empty and short sequences beside
-    a long one (under context parallelism most of their segments are empty), or dense."""
-    for T in (200, 700, 2048, 4096, 8192, 16384):
-        for H, HV in ((1, 2), (2, 4), (4, 16), (16, 32)):
-            for lengths in [(70, T - 74, 0, 1)] if packed else [(T - 3,) * N for N in (2, 3)]:
+    """The first and smallest of some shapes that the target serves with ``plan``: dense, or packed with short
+    sequences beside a long one (most of their segments are empty) and, where the plan allows it, empty ones."""
+    shorter = ((70, 0, 1), (70, 0), (70,)) if packed else (1, 2)
+    for others in shorter:
+        for T in (200, 700, 2048, 3072, 4096, 6144, 8192):
+            for H, HV in ((1, 2), (2, 4), (1, 7), (4, 16), (16, 32)):
+                lengths = (T - 3 - sum(others), *others) if packed else (T - 3,) * (1 + others)
                 case = Case(lengths, H, HV, packed, tail=3 if packed else 0, **options)
                 if plan_of(case) == plan:
                     return case
@@ -97,7 +98,6 @@ def planned(plan, packed=True, **options):
 @pytest.mark.parametrize("plan", PLANS)
 def test_plan(plan, options):
     case = planned(plan, **options)
-    assert plan_of(case) == plan
     check(f"plan {plan}{' fp16' if case.dtype is FP16 else ''}", case)
 
 
@@ -118,6 +118,18 @@ def test_case(name):
 @given(chunk_gdn_cases.drawn_cases())
 def test_drawn_case(case):
     check(f"drawn {str(case.dtype).removeprefix('torch.')}", case)
+
+
+def test_guards_see_a_write_outside_of_an_allocation():
+    for where in (-1, 70):
+        with chunk_gdn.GuardedMemory() as allocations:
+            x = torch.empty((7, 10), dtype=BF16, device=DEVICE)
+        assert x.isnan().all() and allocations.holds(x)
+        x.zero_()
+        allocations.check()
+        torch.as_strided(x, (1,), (1,), x.storage_offset() + where).zero_()
+        with pytest.raises(AssertionError, match="a write (before|behind)"):
+            allocations.check()
 
 
 def test_shared_head_without_memory_of_its_own():
@@ -182,12 +194,12 @@ def test_activations_of_more_than_2_31_elements():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("n", [0, 1])  # packed: the long one, and one behind it that is short
 @pytest.mark.parametrize("plan", PLANS)
-def test_nan_and_inf_stay_in_their_sequence(plan, packed, bad):
+def test_nan_and_inf_stay_in_their_sequence(plan, n, packed, bad):
     case = planned(plan, packed, state=F32, every=64)
     call = Call(case, DEVICE)
     starts = [0, *torch.tensor(case.lengths).cumsum(0).tolist()]
-    n = 0
     clean = split_results(call.run(), case)
     for name, x in zip(("q", "k", "v", "g", "beta", "state"), (*call.tensors, call.states), strict=True):
         sequence = x[0, starts[n] : starts[n + 1]] if packed and name != "state" else x[n]
@@ -195,7 +207,7 @@ def test_nan_and_inf_stay_in_their_sequence(plan, packed, bad):
         sequence.fill_(bad)
         dirty = split_results(call.run(), case)
         sequence.copy_(before)
-        for other in range(1, len(case.lengths)):
+        for other in set(range(len(case.lengths))) - {n}:
             assert all(map(torch.equal, dirty[other], clean[other])), f"{name} of sequence {n} reached {other}"
         assert (name == "g" and bad > 0) or not all(x.isfinite().all() for x in dirty[n]), name
 
@@ -269,15 +281,14 @@ def test_graph_replays_with_changed_inputs(plan, pool):
     """Other values, other lengths, other slots and states: nothing of the capture's call is baked in."""
     case = planned(plan, state=F32, pool=pool, every=64)
     static = Call(case, DEVICE)
+    static.run()
     stream = torch.cuda.Stream(DEVICE)
-    with torch.cuda.stream(stream):
-        static.run()
-    stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         result = static.run()
-    for turn, lengths in enumerate([case.lengths[::-1], (case.sizes[1], 0, 0, 0), case.lengths]):
-        changed = dataclasses.replace(case, lengths=lengths, tail=case.sizes[1] - sum(lengths), seed=10 + turn)
+    _, T, N = case.sizes
+    for turn, lengths in enumerate([case.lengths[::-1], (T, *[0] * (N - 1)), case.lengths]):
+        changed = dataclasses.replace(case, lengths=lengths, tail=T - sum(lengths), seed=10 + turn)
         call = Call(changed, DEVICE)
         for to, source in zip(static._read_only(), call._read_only(), strict=True):
             to.copy_(source)
