@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import atrex
-from harness import inputs, poison, reference
+from harness import inputs, modes, poison, reference
 from harness.compare import assert_heads_close
 
 CPU = "cpu"
@@ -411,3 +411,39 @@ def test_peak_memory_below_transformers(dtype):
         print(f"peak, MiB above the start: atrex {{(mine - before) >> 10}}, transformers {{(theirs - before) >> 10}}")
         assert before < mine < theirs
     """)
+
+
+def bench_case(T, dtype, lengths=None):
+    """Inputs of a Qwen3-Next layer, and the call on them."""
+
+    def make():
+        tensors = inputs.make_inputs(1, T, 16, 32, seed=23, device=CPU, dtype=dtype)
+        options = {} if lengths is None else {"cu_seqlens": inputs.offsets(lengths, CPU)}
+        torch.set_num_threads(1)
+
+        def call():
+            with torch.inference_mode():
+                atrex.chunk_gated_delta_rule(*tensors, output_final_state=True, **options)
+
+        return call
+
+    return make
+
+
+if __name__ == "__main__":
+    sys.exit(
+        modes.main(
+            api="chunk_gated_delta_rule",
+            about={
+                "dispatch": "serves every call that no kernel serves; on a GPU one warning a reason",
+                "compile": "none, it is PyTorch",
+                "limits": "on a GPU it waits for cu_seqlens and state_indices and cannot be captured in a graph",
+            },
+            device=CPU,
+            bench={
+                "one sequence of 256, bfloat16": bench_case(256, torch.bfloat16),
+                "one sequence of 256, float32": bench_case(256, torch.float32),
+                "4 sequences of 64, bfloat16": bench_case(256, torch.bfloat16, [64] * 4),
+            },
+        )
+    )
