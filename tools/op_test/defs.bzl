@@ -9,6 +9,7 @@ of their own between the test and the interpreter that has torch.
 """
 
 load("@environment//:defs.bzl", "PYTHON")
+load("//tools/job:defs.bzl", "job")
 
 _LAUNCHER = """\
 #!/bin/sh
@@ -46,8 +47,17 @@ _op_test = rule(
     test = True,
 )
 
+def _target(package, gpu):
+    """What a test of op_test/<vendor>/<operator>, or of op_test/fallback/<operator>, gates; None for other tests."""
+    folders = package.split("/")
+    if len(folders) != 3 or folders[0] != "op_test":
+        return None
+    return "/".join(folders[1:] + ([gpu] if gpu else []))
+
 def op_test(name, src, gpu = None, deps = [], tags = [], wheel = "//python:installed_wheel", **kwargs):
     """A pytest module on the installed wheel.
+
+    The test of an operator target also gets `<name>_job`, its gates in one file for machines without Bazel.
 
     Args:
       name: name of the target.
@@ -58,12 +68,24 @@ def op_test(name, src, gpu = None, deps = [], tags = [], wheel = "//python:insta
       wheel: the installed_wheel to import atrex from.
       **kwargs: data (files that the test finds with bazel-runfiles), timeout, size, visibility and the like.
     """
+    deps = deps + ["//op_test/harness"]
+    target = _target(native.package_name(), gpu)
+    if target:
+        job(
+            name = name + "_job",
+            src = src,
+            data = kwargs.get("data", []),
+            target = target,
+            visibility = ["//visibility:public"],
+            wheel = "//python:wheel",
+            deps = deps,
+        )
     _op_test(
         name = name,
         src = src,
         tags = tags + (["gpu", "resources:gpu:1"] if gpu else []),
         target_compatible_with = [Label("//tools/gpu:" + gpu)] if gpu else [],
         wheel = wheel,
-        deps = deps + ["//op_test/harness"],
+        deps = deps,
         **kwargs
     )
