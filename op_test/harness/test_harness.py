@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from harness import compare, inputs, poison, reference
+from harness import compare, inputs, poison, reference, rounded
 
 
 def scalar(*values):
@@ -105,3 +105,15 @@ def test_poison():
             assert made.isnan().all()
         assert torch.empty(3, dtype=torch.int32).dtype is torch.int32
     assert torch.empty is original
+
+
+def test_rounded_model_without_rounding_is_the_reference():
+    tensors = inputs.make_inputs(1, 150, 1, 2, 8, 4, seed=7, device="cpu", dtype=torch.float64, gates="resets")
+    states = inputs.make_states(2, 2, 8, 4, seed=8, device="cpu", dtype=torch.float64)
+    want_o, want_states, _ = reference.gated_delta_rule(*tensors, 0.5, states, [70, 80], l2norm=True)
+    spans = [(0, 0, 70), (0, 70, 150)]
+    o, finals = rounded.gated_delta_rule(*tensors, 0.5, states, spans, True, torch.float64)
+    compare.assert_heads_close("o", o, want_o, 2, 1e-12)
+    compare.assert_heads_close("states", finals, want_states, 1, 1e-12)
+    o, finals = rounded.gated_delta_rule(*tensors, 0.5, states, spans, True, torch.bfloat16)
+    assert 1e-4 < compare.head_errors(o, want_o, 2).max() < 2e-2

@@ -61,9 +61,8 @@ def chunk_gated_delta_rule(
         use_qk_l2norm_in_kernel: Divide q and k by ``sqrt(sum(x * x) + 1e-6)`` over K first.
         cu_seqlens: Offsets ``[N + 1]`` of packed sequences, rising from 0, int32 or int64, contiguous, on the device
             of q; B must be 1 and N at least 1. Lengths of 0 are allowed. Tokens from ``cu_seqlens[-1]`` on are
-            padding: their outputs are 0. On a GPU the values are not checked: sequence ``i`` runs from
-            ``cu_seqlens[i]`` clamped to [0, T] to ``cu_seqlens[i + 1]`` clamped to [start, T]. On a CPU malformed
-            offsets are an error.
+            padding: their outputs are 0. Malformed offsets are an error on a CPU. On a GPU nobody reads them back:
+            the results then mean nothing, but no memory outside of the tensors is read or written.
         state_v_first: States are ``[., HV, V, K]`` instead of ``[., HV, K, V]``: initial, final and checkpoints.
         state_indices: Slot ``[N]`` of each sequence in the pool ``initial_state``, int32 or int64, contiguous, each
             slot at most once. The pool is read and written in place, outside of autograd. An index outside of

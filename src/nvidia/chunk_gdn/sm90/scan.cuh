@@ -56,7 +56,7 @@ struct ScanThreads {
   static constexpr int kBlock = kState + kCopy;
 };
 
-enum NamedBarrier { kWarpgroupBarrier = 1 /* and 2 */, kStateBarrier = 3, kTransfersDoneBarrier, kStaggerBarrier };
+enum NamedBarrier { kWarpgroupBarrier = 1 /* and 2 */, kStateBarrier = 3, kTransfersDoneBarrier };
 
 // What one block works on.
 struct Work {
@@ -175,6 +175,9 @@ __device__ __forceinline__ void scan(const Problem& p, const ScanMaps& maps) {
   const int end = min(first + per_segment, seq.chunks());
   const int64_t sequence_head = int64_t(work.sequence) * p.value_heads + work.value_head;
 
+  // A segment without chunks transfers nothing; of segment 0 the scan wants the initial state.
+  if (kPass == Pass::kTransfer && work.segment > 0 && first == end) return;
+
   int64_t state_row = work.sequence;
   if (p.state_indices != nullptr) {
     state_row = load_index(p.state_indices, p.state_indices_int64, work.sequence);
@@ -184,7 +187,7 @@ __device__ __forceinline__ void scan(const Problem& p, const ScanMaps& maps) {
         auto* out = static_cast<uint4*>(p.out);
         const int tokens = min(end * kChunk, seq.length) - first * kChunk;
         for (int i = threadIdx.x; i < tokens * kRowChunks; i += Threads::kBlock) {
-          const int64_t token = seq.start + first * kChunk + i / kRowChunks;
+          const int64_t token = int64_t(seq.batch) * p.tokens + seq.start + first * kChunk + i / kRowChunks;
           out[((token * p.value_heads + work.value_head) * kHeadDim + work.slice * kSliceRows) / 8 + i % kRowChunks] =
               uint4{};
         }
@@ -326,16 +329,18 @@ __device__ __forceinline__ void scan(const Problem& p, const ScanMaps& maps) {
       } else {
         load_fragment(s, p.workspace + p.offsets.offsets, cut, slice);
       }
-      // S <- M_j S + N_j for the segments in between; M_j is a B operand of 128 rows in the stage's K and Q.
+      // S <- M_j S + N_j for the segments in between that have chunks (a short sequence does not fill all); M_j is a B
+      // operand of 128 rows in the stage's K and Q.
+      const int transfers = min(work.segment, per_segment > 0 ? (seq.chunks() + per_segment - 1) / per_segment : 0);
       auto fetch = [&](int j) {
-        if (threadIdx.x == 0 && j < work.segment) {
+        if (threadIdx.x == 0 && j < transfers) {
           mbarrier_expect(&smem.transfer_full[j & 1], kTransferBytes);
           load_bulk(smem.stages[j & 1].k, p.workspace + p.offsets.transfers + (cut + j) * kTransferBytes, kTransferBytes,
                     &smem.transfer_full[j & 1]);
         }
       };
       fetch(1);
-      for (int j = 1; j < work.segment; ++j) {
+      for (int j = 1; j < transfers; ++j) {
         fetch(j + 1);
 #pragma unroll
         for (int i = 0; i < 32; ++i) s_operand[i] = pack2<T>(s[2 * i], s[2 * i + 1]);
@@ -517,14 +522,11 @@ __device__ __forceinline__ void scan(const Problem& p, const ScanMaps& maps) {
     if (first < end) {
       mbarrier_wait(&smem.tiles_full[0], 0);
       clear_tail(0, first);
-      // Half a step apart, one warpgroup's products run under the other's arithmetic; in step they would wait in turn.
-      if (kWarpgroups == 2 && warpgroup == 1) named_barrier_sync(kStaggerBarrier, Threads::kState);
       load_v(0);
       round_state();
       multiply_k(0);
       if constexpr (kOutputs) multiply_q(0);
       solve(0, [] {});
-      if (kWarpgroups == 2 && warpgroup == 0) named_barrier_arrive(kStaggerBarrier, Threads::kState);
       int stage = 0;
       uint32_t parity = 0;
 #pragma unroll 1
