@@ -426,8 +426,7 @@ def graph_us(calls, repeats=9):
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for call in calls:
-            call()
+        _results = [call() for call in calls]  # held, or later calls would write where earlier ones have
     graph.replay()
     times = []
     for _ in range(repeats):
