@@ -1,5 +1,8 @@
 """The fallback of fused_recurrent_gated_delta_rule: the whole contract on a CPU, gradients, and what it rejects."""
 
+import re
+import timeit
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import atrex
+from atrex import _device, _dispatch
 from harness import inputs, poison, reference
 from harness.compare import assert_heads_close
 from harness.recurrent import CHOICES, Case
@@ -125,6 +129,16 @@ def test_pool_with_padded_slots_and_a_column_of_a_table():
     o, final = recurrent(*tokens, None, pool, True, state_indices=table[:, 0])
     assert final is pool and torch.equal(o, expected[0]) and torch.equal(pool[[2, 1]], expected[1])
     assert (pages[:, 2 * 8 * 8 :] == 7).all()
+
+
+def test_packed_sequences_do_not_leak_into_each_other():
+    tokens = inputs.make_inputs(1, 8, 1, 2, 8, 8, seed=17, device=CPU)
+    states = inputs.make_states(2, 2, 8, 8, seed=18, device=CPU)
+    o, final = recurrent(*tokens, None, states, True, cu_seqlens=inputs.offsets([4, 4], CPU))
+    for n in range(2):
+        alone, state = recurrent(*(x[:, 4 * n : 4 * n + 4] for x in tokens), None, states[n : n + 1], True)
+        torch.testing.assert_close(o[:, 4 * n : 4 * n + 4], alone)
+        torch.testing.assert_close(final[n : n + 1], state)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -298,3 +312,78 @@ def test_rejected(name):
 def test_not_eligible_on_a_cpu():
     answer = atrex.can_use_fused_recurrent_gated_delta_rule(**call())
     assert not answer and answer.target == "unknown/cpu" and "no implementation for unknown/cpu" in answer.reason
+
+
+# ---- what the policy says, as if a CPU tensor lay on an H200 -------------------------------------------------------
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """An sm90 implementation in the wheel that records its calls."""
+    calls = []
+    monkeypatch.setitem(_device._targets, torch.device(CPU), _device.DeviceTarget("nvidia", "sm90"))
+    monkeypatch.setattr(_dispatch, "_in_wheel", lambda entry: True)
+    monkeypatch.setattr(_dispatch, "_load", lambda entry: lambda call: calls.append((entry, call)) or (call.v, None))
+    return calls
+
+
+def large(**options):
+    q, k, v, g, beta = inputs.make_inputs(2, 1, 2, 4, seed=19, device=CPU)
+    return {"q": q, "k": k, "v": v, "g": g, "beta": beta} | options
+
+
+STATES = torch.zeros(2, 4, 128, 128)
+REFUSED = {
+    "float32": ({"v": torch.zeros(2, 1, 4, 128)}, "q, k and v must be all bfloat16 or all float16, got .*, float32"),
+    "V": ({"v": torch.zeros(2, 1, 4, 64).bfloat16()}, "q, k and v must have head sizes K=V=128, got K=128, V=64"),
+    "grad": ({"beta": torch.zeros(2, 1, 4).requires_grad_()}, "no input may require grad in grad mode"),
+    "layout": (
+        {"initial_state": STATES.mT},
+        r"initial_state must be contiguous .*, got strides \(65536, 16384, 1, 128\)",
+    ),
+    "pitch": (
+        {
+            "initial_state": torch.zeros(3 * 65538).as_strided((3, 4, 128, 128), (65538, 16384, 128, 1)),
+            "state_indices": IDS,
+        },
+        r"initial_state must .* at multiples of 16 bytes, got strides \(65538, .* of float32 at offset 0",
+    ),
+    "offset": (
+        {"initial_state": torch.zeros(STATES.numel() + 4).bfloat16()[4:].view_as(STATES)},
+        r"initial_state must .* at multiples of 16 bytes, got .* of bfloat16 at offset 4",
+    ),
+    "buffer": (
+        {"initial_state": STATES, "intermediate_states_buffer": torch.zeros(2, 3, 4, 128, 128).mT},
+        "intermediate_states_buffer must be contiguous within a sequence or slot",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_sm90_refuses(kernel, name):
+    options, reason = REFUSED[name]
+    answer = atrex.can_use_fused_recurrent_gated_delta_rule(**large(**options))
+    assert not answer and answer.target == "nvidia/sm90" and re.match(reason, answer.reason)
+    recurrent(**large(**options))
+    assert not kernel
+
+
+def test_what_sm90_serves(kernel):
+    pages = torch.zeros(5, 65536 + 64)[:, 32:-32].unflatten(1, (4, 128, 128))
+    transposed = torch.zeros(2, 1, 128, 4).bfloat16().mT  # packed by the runtime
+    arguments = large(initial_state=pages, state_indices=torch.tensor([[1, 9], [2, 9]])[:, 0], scale=0.0, v=transposed)
+    assert atrex.can_use_fused_recurrent_gated_delta_rule(**arguments)
+    recurrent(**arguments)
+    ((entry, made),) = kernel
+    assert entry == "atrex.kernels.nvidia.recurrent_gdn.sm90.runtime:fused_recurrent_gated_delta_rule"
+    assert all(getattr(made, name) is x for name, x in arguments.items())
+    assert made.padding_index == -1 and made.state_dtype is torch.float32 and not made.needs_grad
+    assert (made.B, made.T, made.H, made.HV, made.K, made.V, made.N) == (2, 1, 2, 4, 128, 128, 2)
+
+
+def test_host_cost_of_checks_and_dispatch(kernel):
+    """About 8 us on a 2.45 GHz EPYC; the bound leaves room for a slower or busy machine, not for a copy."""
+    arguments = large(initial_state=STATES, state_indices=IDS, use_qk_l2norm_in_kernel=True)
+    best = min(timeit.repeat(lambda: recurrent(**arguments), number=200, repeat=40)) / 200
+    print(f"checks and dispatch: {best * 1e6:.1f} us")
+    assert best < 25e-6

@@ -180,6 +180,16 @@ def test_batch_padded_to_the_size_of_a_graph():
 
 
 @layouts
+def test_packed_sequences_do_not_leak_into_each_other(v_first):
+    tokens, states = make_inputs(1, 8, 2, 4, seed=15), make_states(2, 4, seed=16, v_first=v_first)
+    o, final = recurrent(*tokens, None, states, True, cu_seqlens=ints(0, 4, 8), state_v_first=v_first)
+    for n in range(2):
+        part = [x[:, 4 * n : 4 * n + 4] for x in tokens]
+        alone, state = recurrent(*part, None, states[n : n + 1], True, state_v_first=v_first)
+        assert torch.equal(o[:, 4 * n : 4 * n + 4], alone) and torch.equal(final[n : n + 1], state)
+
+
+@layouts
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_malformed_indices_and_counts_touch_nothing_else(dtype, v_first):
     """Extreme indices, counts and offsets; the pool and the outputs lie between guards."""

@@ -137,7 +137,7 @@ struct Tile {
 template <class Tile>
 struct KeySums {
   static constexpr bool kVFirst = Tile::kVFirst;
-  float partial[kVFirst ? 1 : 2][kVFirst ? 1 : kWarps][2][Tile::kBlockV];
+  alignas(16) float partial[kVFirst ? 1 : 2][kVFirst ? 1 : kWarps][2][Tile::kBlockV];
 
   __device__ __forceinline__ void reduce(float (&a)[Tile::kValues], float (&b)[Tile::kValues], int buffer) {
     constexpr int kFirst = kVFirst ? 1 : 8, kEnd = kVFirst ? 8 : 32;
