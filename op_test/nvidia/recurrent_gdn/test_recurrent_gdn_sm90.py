@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 import atrex
-from harness import inputs, poison, reference
+from harness import inputs, launches, poison, reference
 from harness.compare import assert_heads_close, head_errors
 from harness.recurrent import CHOICES, Case
 
@@ -232,11 +232,12 @@ def test_slots_beyond_two_giga_elements(state):
     assert pool[4096:].storage_offset() >= 1 << 31
     slots = [4199, 4096, 4095, 0]
     start = make_states(4, HV, seed=19, dtype=state)
-    pool[slots] = start
+    for slot, one in zip(slots, start, strict=True):
+        pool[slot] = one
     tokens = make_inputs(4, 1, 16, HV, seed=20)
     o, _ = recurrent(*tokens, None, pool, state_indices=ints(*slots))
     want_o, want_final = recurrent(*tokens, None, start, True)
-    assert torch.equal(o, want_o) and torch.equal(pool[slots], want_final)
+    assert torch.equal(o, want_o) and all(torch.equal(pool[slot], want_final[i]) for i, slot in enumerate(slots))
 
 
 @layouts
@@ -335,12 +336,13 @@ def test_rejected_before_any_launch():
 @layouts
 def test_capture_and_replay(v_first, state):
     """A captured verify step that is replayed with other tokens, slots, lengths and counts."""
-    steps = [make_inputs(1, 12, 4, 8, seed=30 + i, layout="misaligned") for i in range(4)]
+    steps = [make_inputs(1, 12, 4, 8, seed=30 + i) for i in range(4)]
     pool = make_states(13, 8, seed=31, dtype=state, v_first=v_first)
     slots = [torch.randperm(12, generator=torch.Generator().manual_seed(i)).view(4, 3).to(DEVICE) for i in range(4)]
     offsets = [ints(0, 3, 6, 9, 12), ints(0, 1, 2, 2, 5), ints(0, 2, 5, 8, 9), ints(0, 3, 3, 4, 4)]
     counts = [ints(1, 1, 1, 1), ints(3, 1, 0, 2), ints(1, 2, 3, 9), ints(2, 2, 2, 2)]
-    tokens, at, ends, accepted = [x.clone() for x in steps[0]], slots[0].clone(), offsets[0].clone(), counts[0].clone()
+    tokens = make_inputs(1, 12, 4, 8, seed=30, layout="misaligned")  # so that the packing is captured too
+    at, ends, accepted = slots[0].clone(), offsets[0].clone(), counts[0].clone()
 
     def call(tokens, pool, slots, offsets, counts):
         return recurrent(
@@ -386,14 +388,15 @@ def test_other_stream_and_current_device():
 def test_profiler_sees_kernels_of_this_operator_alone():
     child = [sys.executable, os.path.abspath(__file__), "--profile"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    events = json.loads(subprocess.run(child, check=True, env=env, stdout=subprocess.PIPE).stdout.splitlines()[-1])
-    print("observed:", ", ".join(sorted(set(events))))
-    assert len(events) >= 9 and all(name.startswith("atrex_recurrent_gdn_") for name in events), events
-    assert len(set(events)) == 9  # eight kernels and the packed copy
+    found = json.loads(subprocess.run(child, check=True, env=env, stdout=subprocess.PIPE).stdout.splitlines()[-1])
+    print("observed:", ", ".join(sorted(set(found["operator"]))))
+    assert launches.problems(found) == [] and found["framework"] == []
+    assert all(name.startswith("atrex_recurrent_gdn_") for name in found["operator"])
+    assert len(set(found["operator"])) == 9  # eight kernels and the packed copy
 
 
 def profile():
-    """Prints the GPU events of calls of the public function, all kernels among them."""
+    """Prints what calls of the public function launch, all kernels among them."""
     calls = []
     for v_first in (True, False):
         for state in (FP32, BF16):
@@ -404,16 +407,7 @@ def profile():
                 calls.append(functools.partial(
                     recurrent, *tokens, None, pool, state_indices=ints(3, 1), state_v_first=v_first
                 ))  # fmt: skip
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as seen:
-        for call in calls:
-            call()
-        torch.cuda.synchronize()
-    gpu = [event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    print(json.dumps([name for name in gpu if "Activity Buffer Request" not in name]))
+    print(json.dumps(launches.observe(lambda: [call() for call in calls])))
 
 
 def sanitize():
@@ -458,7 +452,7 @@ def copy_bandwidth():
 
 def decode_tensors(B, H, HV, state, seed=40):
     """Inputs of a decode step, and a pool with slots for so many steps that no step finds its states in the L2."""
-    steps = max(1, min(256, 4 * _L2_BYTES // (B * HV * 128 * 128 * state.itemsize)))
+    steps = max(4, min(256, 4 * _L2_BYTES // (B * HV * 128 * 128 * state.itemsize)))
     tokens = make_inputs(B, 1, H, HV, seed=seed, unit_keys=False)
     pool = torch.empty(B * steps, HV, 128, 128, dtype=state, device=DEVICE).normal_(0, 0.1)
     slots = torch.randperm(B * steps, device=DEVICE, dtype=torch.int32).view(steps, B)
