@@ -9,6 +9,7 @@ of their own between the test and the interpreter that has torch.
 """
 
 load("@environment//:defs.bzl", "PYTHON")
+load("//tools/gpu:defs.bzl", "runs_on")
 load("//tools/job:defs.bzl", "job")
 
 _LAUNCHER = """\
@@ -84,7 +85,9 @@ def op_test(name, src, gpu = None, deps = [], tags = [], wheel = "//python:insta
         name = name,
         src = src,
         tags = tags + (["gpu", "resources:gpu:1"] if gpu else []),
-        target_compatible_with = [Label("//tools/gpu:" + gpu)] if gpu else [],
+        # For a fleet (--config=remote): the property that the test's worker must have. Only the test action asks for it.
+        exec_properties = {"test.gpu_arch": gpu} if gpu else {},
+        target_compatible_with = runs_on(gpu) if gpu else [],
         wheel = wheel,
         deps = deps,
         **kwargs
