@@ -54,7 +54,7 @@ def classify(trace):
     found = {"operator": [], "framework": []}
     for event in sorted((event for event in events if event.get("cat") in _ON_GPU), key=lambda event: event["ts"]):
         launch = launching.get(event["args"].get("correlation"))
-        if launch is not None and not _encloses(ranges[0], launch):
+        if launch is not None and not _during(ranges[0], launch):
             continue
         # Without a known launch it counts as the operator's: the strict side.
         around = [operator for operator in operators if launch is not None and _encloses(operator, launch)]
@@ -64,9 +64,12 @@ def classify(trace):
     return found
 
 
+def _during(outer, inner):
+    return outer["ts"] <= inner["ts"] <= outer["ts"] + outer["dur"]
+
+
 def _encloses(outer, inner):
-    same_thread = (outer["pid"], outer["tid"]) == (inner["pid"], inner["tid"])
-    return same_thread and outer["ts"] <= inner["ts"] and inner["ts"] <= outer["ts"] + outer["dur"]
+    return (outer["pid"], outer["tid"]) == (inner["pid"], inner["tid"]) and _during(outer, inner)
 
 
 def problems(found):

@@ -105,6 +105,12 @@ def test_launches_are_the_operators_unless_an_aten_operator_made_them():
     assert launches.problems(found) == ["launch Memset (Device) does not start with atrex_"]
 
 
+def test_launches_of_other_threads_count():
+    launch, kernel = launched("kernel", "elementwise", 110, 2)
+    found = launches.classify(trace([event("cpu_op", "aten::fill_", 105, 20), {**launch, "tid": 5}, kernel]))
+    assert found == {"operator": ["elementwise"], "framework": []}
+
+
 def test_launch_of_unknown_origin_is_the_operators():
     lost = launched("kernel", "elementwise", 110, 2)[1:]
     assert launches.classify(trace(lost))["operator"] == ["elementwise"]
