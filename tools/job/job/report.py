@@ -3,12 +3,14 @@
 import json
 import pathlib
 import platform
+import re
 
 
 def public(text: str, private: pathlib.Path) -> str:
-    """``text`` without the machine's name and the job's private folder."""
+    """``text`` without the machine's name, as a whole word, and the job's private folder."""
     text = text.replace(str(private), "JOB")
-    return text.replace(platform.node(), "HOST") if platform.node() else text
+    host = platform.node()
+    return re.sub(rf"(?<![\w-]){re.escape(host)}(?![\w-])", "HOST", text) if host else text
 
 
 def write(report: dict, folder: pathlib.Path) -> None:
