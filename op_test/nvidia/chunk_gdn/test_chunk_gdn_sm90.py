@@ -1,8 +1,8 @@
 """chunk_gated_delta_rule on an H200: the whole contract on every execution plan, dispatch, profiler gate, speed.
 
 Private modes, for child processes and by hand:
-    --profile   kernel names of the public API, JSON
-    --sanitize  few launches on small shapes, to be run under compute-sanitizer
+    --bench, --profile   as harness/modes.py describes them
+    --sanitize           few launches on small shapes, to be run under compute-sanitizer
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import atrex
-from harness import chunk_gdn, chunk_gdn_cases, inputs, poison, reference
+from harness import chunk_gdn, chunk_gdn_cases, inputs, modes, poison, reference
 from harness.chunk_gdn import Call, Case
 from harness.chunk_gdn_cases import BF16, F32, FP16, RAGGED
 from harness.compare import assert_heads_close
@@ -442,29 +442,19 @@ def test_first_call_needs_no_prewarm(captured, tmp_path):
 
 
 def test_profiler_sees_only_kernels_of_the_operator():
-    launched = child(os.path.abspath(__file__), "--profile")
-    assert set(launched) == {*PLANS, "pack", "nothing_to_do"}
-    for name, events in launched.items():
-        print(f"{name}: {', '.join(events)}")
-        assert events, f"{name}: the profiler saw no kernel"
-        assert all(event.startswith("atrex_") for event in events), f"{name}: {events}"
+    cases = child(os.path.abspath(__file__), "--profile")["cases"]
+    assert [case["case"] for case in cases] == list(profiled())
+    for case in cases:
+        print(f"{case['case']}: {', '.join(case['operator'])}")
+        assert not case["problems"] and not case["framework"], case
 
 
-def profile():
-    """Everything that the GPU did for one call of the public API; inputs are made before."""
-    calls = {plan: Call(planned(plan, state=F32, pool=True, padding=True, every=64), DEVICE) for plan in PLANS}
-    calls["pack"] = Call(Case(RAGGED, layout="transposed", gate_dtype=BF16, gate_layout="split", l2norm=True), DEVICE)
-    calls["nothing_to_do"] = Call(Case((0, 0), state=F32), DEVICE)
-    launched = {}
-    for name in (next(iter(calls)), *calls):  # the profiler's first session is only to start it
-        torch.cuda.synchronize()
-        with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        ) as profiler:
-            calls[name].run()
-            torch.cuda.synchronize()
-        launched[name] = [e.name for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    print(json.dumps(launched))
+def profiled():
+    """What the profiler shall see: a call with all its extras on every plan, and the launches beside the plans."""
+    makes = {plan: functools.partial(planned, plan, state=F32, pool=True, padding=True, every=64) for plan in PLANS}
+    makes["pack"] = lambda: Case(RAGGED, layout="transposed", gate_dtype=BF16, gate_layout="split", l2norm=True)
+    makes["nothing_to_do"] = lambda: Case((0, 0), state=F32)
+    return {name: lambda make=make: Call(make(), DEVICE).run for name, make in makes.items()}
 
 
 # ---- Speed -------------------------------------------------------------------------------------------------------
@@ -509,6 +499,18 @@ def test_host_part_of_a_call():
     assert median < 60
 
 
+def benched(T, N=1, H=16, HV=32):
+    """A case of the benchmark: N equal sequences of T tokens in all, states in and out, as a serving layer calls it."""
+
+    def make():
+        tensors = inputs.make_inputs(1, T, H, HV, seed=9, device=DEVICE)
+        states = inputs.make_states(N, HV, seed=10, device=DEVICE)
+        cu_seqlens = inputs.offsets([T // N] * N, DEVICE)
+        return lambda: atrex.chunk_gated_delta_rule(*tensors, None, states, True, cu_seqlens=cu_seqlens)
+
+    return make
+
+
 # ---- Under compute-sanitizer -------------------------------------------------------------------------------------
 
 
@@ -516,6 +518,7 @@ def sanitize():
     """Few launches; references on the CPU, no poison (initcheck must see what is read before it is written), and an
     allocation for every tensor, so that memcheck knows where each ends."""
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    torch.set_num_threads(1)  # a token's arithmetic is too little to share, least of all with other tools running
     cases = {f"plan {plan}": planned(plan, state=F32, pool=True, padding=True, every=64) for plan in PLANS}
     cases["layouts"] = Case((65, 0, 1), 1, 5, dtype=FP16, layout="transposed", gate_dtype=BF16, gate_layout="split",
                             l2norm=True, tail=3, every=64)  # fmt: skip
@@ -538,7 +541,30 @@ def sanitize():
     torch.cuda.synchronize()
 
 
-if __name__ == "__main__":
+def main():
     os.environ["ATREX_REQUIRE_KERNEL"] = "1"
-    mode = {"--profile": profile, "--sanitize": sanitize}.get(" ".join(sys.argv[1:]))
-    sys.exit(mode() if mode else "run this module with pytest, or with --profile or --sanitize")
+    if sys.argv[1:] == ["--sanitize"]:
+        return sanitize()
+    return modes.main(
+        api="chunk_gated_delta_rule",
+        about={
+            "dispatch": "q, k and v all bfloat16 or all float16, K=V=128, no gradients, states contiguous within a "
+            "sequence or slot; else the PyTorch fallback with one warning a reason",
+            "compile": "none at run time: nvcc compiled for sm_90a with the wheel",
+            "limits": "head sizes other than 128, float32 and gradients run on the fallback",
+        },
+        device="cuda",
+        bench={
+            "16/32 heads, 8192 tokens": benched(8192),
+            "16/32 heads, 32768 tokens in 4": benched(32768, 4),
+            "16/32 heads, 8192 tokens in 64": benched(8192, 64),
+            "16/64 heads, 8192 tokens": benched(8192, H=16, HV=64),
+            "2/8 heads, 8192 tokens": benched(8192, H=2, HV=8),
+            "16/32 heads, 1024 tokens": benched(1024),
+        },
+        profile=profiled(),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
