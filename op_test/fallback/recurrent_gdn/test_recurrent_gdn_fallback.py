@@ -72,6 +72,17 @@ def stepped_back(pool, tokens, slots, count):
     return stepped[slots[:, 0]]
 
 
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=str)
+def test_many_tokens_equal_as_many_calls(state):
+    tokens = inputs.make_inputs(2, 4, 1, 2, 8, 8, seed=20, device=CPU)
+    states = inputs.make_states(2, 2, 8, 8, seed=21, device=CPU, dtype=state)
+    o, final = recurrent(*tokens, None, states, True)
+    for t in range(4):
+        one, states = recurrent(*(x[:, t : t + 1] for x in tokens), None, states, True)
+        assert torch.equal(one, o[:, t : t + 1])
+    assert torch.equal(states, final)
+
+
 def test_decode_after_prefill_equals_prefill_of_one_token_more():
     tokens = inputs.make_inputs(2, 71, 2, 4, 16, 16, seed=4, device=CPU, dtype=torch.float32)
     o, final = atrex.chunk_gated_delta_rule(*tokens, output_final_state=True)

@@ -1,15 +1,16 @@
 """fused_recurrent_gated_delta_rule on an H200: the whole contract on every kernel, dispatch, profiler gate, speed.
 
 Private modes, for child processes and by hand:
-    --profile             kernel names of the public API, JSON
+    --bench, --profile    as harness/modes.py describes them
+    --table [--json FILE] the table of docs/performance/recurrent_gdn_sm90.md, with the peers that can be imported
     --sanitize            few launches of every kernel on small shapes, to be run under compute-sanitizer
-    --bench [--json FILE] the table of docs/performance/recurrent_gdn_sm90.md
 """
 
 import functools
 import json
 import logging
 import os
+import pathlib
 import random
 import statistics
 import subprocess
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 import atrex
-from harness import inputs, launches, poison, reference
+from harness import inputs, modes, poison, reference
 from harness.compare import assert_heads_close, head_errors
 from harness.recurrent import CHOICES, Case
 
@@ -115,6 +116,17 @@ def test_verify_with_k_accepted_equals_k_decode_steps(v_first, state, accepted):
     assert torch.equal(again, o) and torch.equal(pool, before)
     assert torch.equal(buffer[:, accepted - 1], stepped[slots[:, 0]])
     assert torch.equal(recurrent(*more, None, stepped, state_indices=slots[:, 0], **options)[0], after)
+
+
+@state_dtypes
+@layouts
+def test_many_tokens_equal_as_many_calls(v_first, state):
+    tokens, states = make_inputs(2, 4, 2, 6, seed=47), make_states(2, 6, seed=48, dtype=state, v_first=v_first)
+    o, final = recurrent(*tokens, None, states, True, state_v_first=v_first)
+    for t in range(4):
+        one, states = recurrent(*(x[:, t : t + 1] for x in tokens), None, states, True, state_v_first=v_first)
+        assert torch.equal(one, o[:, t : t + 1])
+    assert torch.equal(states, final)
 
 
 @layouts
@@ -311,8 +323,7 @@ def test_what_the_kernel_refuses_runs_on_the_fallback(name, monkeypatch, caplog)
         *(x.detach() for x in tokens), tokens[0].shape[-1] ** -0.5, None if initial is None else initial[rows]
     )
     with caplog.at_level(logging.WARNING, "atrex"):
-        for _ in range(2):
-            o, _ = recurrent(*tokens, **options)
+        (o, _), _ = (recurrent(*tokens, **options) for _ in range(2))  # the second finds the states of the first
     assert [x.getMessage() for x in caplog.records if reason in x.getMessage()] == [
         f"fused_recurrent_gated_delta_rule runs on the slower PyTorch fallback: {reason}"
     ]
@@ -388,33 +399,37 @@ def test_other_stream_and_current_device():
 def test_profiler_sees_kernels_of_this_operator_alone():
     child = [sys.executable, os.path.abspath(__file__), "--profile"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    found = json.loads(subprocess.run(child, check=True, env=env, stdout=subprocess.PIPE).stdout.splitlines()[-1])
-    print("observed:", ", ".join(sorted(set(found["operator"]))))
-    assert launches.problems(found) == [] and found["framework"] == []
-    assert all(name.startswith("atrex_recurrent_gdn_") for name in found["operator"])
-    assert len(set(found["operator"])) == 9  # eight kernels and the packed copy
+    seen = json.loads(subprocess.run(child, check=True, env=env, stdout=subprocess.PIPE).stdout.splitlines()[-1])
+    for case in seen["cases"]:
+        print(f"{case['case']}: {', '.join(case['operator'])}")
+        assert case["problems"] == [] and case["framework"] == []
+    names = {name for case in seen["cases"] for name in case["operator"]}
+    assert len(names) == 9 and all(name.startswith("atrex_recurrent_gdn_") for name in names)
 
 
-def profile():
-    """Prints what calls of the public function launch, all kernels among them."""
-    calls = []
-    for v_first in (True, False):
-        for state in (FP32, BF16):
-            for dtype in (BF16, FP16):
-                layout = "transposed" if v_first and state is FP32 and dtype is BF16 else "contiguous"
-                tokens = make_inputs(2, 2, 4, 8, seed=36, dtype=dtype, layout=layout)
-                pool = make_states(4, 8, seed=37, dtype=state, v_first=v_first)
-                calls.append(functools.partial(
-                    recurrent, *tokens, None, pool, state_indices=ints(3, 1), state_v_first=v_first
-                ))  # fmt: skip
-    print(json.dumps(launches.observe(lambda: [call() for call in calls])))
+def profiled():
+    """A call for each of the eight kernels, and one whose inputs are packed first."""
+
+    def case(v_first, state, dtype, layout="contiguous"):
+        tokens = make_inputs(2, 2, 4, 8, seed=36, dtype=dtype, layout=layout)
+        pool = make_states(4, 8, seed=37, dtype=state, v_first=v_first)
+        return functools.partial(recurrent, *tokens, None, pool, state_indices=ints(3, 1), state_v_first=v_first)
+
+    kernels = {
+        f"{layout} first, {state} states, {dtype}": functools.partial(case, layout == "V", state, dtype)
+        for layout in "VK"
+        for state in (FP32, BF16)
+        for dtype in (BF16, FP16)
+    }
+    return kernels | {"packed": functools.partial(case, True, FP32, BF16, "transposed")}
 
 
 def sanitize():
+    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # memcheck knows where each tensor ends
     for mode in CHOICES["mode"]:
         for v_first in (True, False):
             for state in (FP32, BF16):
-                for case in cases(2, [(1, 2)], mode=mode, v_first=v_first, state=state, dtype=BF16):
+                for case in cases(1, [(1, 2)], mode=mode, v_first=v_first, state=state, dtype=BF16):
                     case.check(*recurrent(**case.arguments))
     print("sanitize: all cases right")
 
@@ -443,11 +458,21 @@ def graph_us(calls, repeats=9):
     return statistics.median(times)
 
 
+@functools.cache
 def copy_bandwidth():
-    """Bytes read and written a second by a copy of 2 GiB within the GPU."""
-    x = torch.empty(2 << 30, dtype=torch.uint8, device=DEVICE)
+    """Bytes read and written a second by a copy of 2 GiB within the GPU: the best of a plain copy and of a kernel."""
+    x = torch.zeros(1 << 29, device=DEVICE)
     y = torch.empty_like(x)
-    return 2 * x.numel() / (graph_us([lambda: y.copy_(x)] * 4) * 1e-6)
+    times = []
+    for copy in (lambda: y.copy_(x), lambda: torch.neg(x, out=y)):
+        for _ in range(12):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            copy()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e-3)
+    return 2 * x.numel() * x.itemsize / min(times)
 
 
 def decode_tensors(B, H, HV, state, seed=40):
@@ -560,7 +585,7 @@ def error_of(call, final_of, v_first):
     ).max().item()
 
 
-def bench():
+def table():
     copy = copy_bandwidth()
     others = peers()
     print(f"copy: {copy / 1e12:.2f} TB/s read and written, {torch.cuda.get_device_name(0)}, torch {torch.__version__}")
@@ -593,15 +618,43 @@ def bench():
     return {"copy_bytes_per_second": copy, "rows": lines}
 
 
-if __name__ == "__main__":
-    if sys.argv[1] == "--profile":
-        profile()
-    elif sys.argv[1] == "--sanitize":
-        sanitize()
-    elif sys.argv[1] == "--bench":
-        result = bench()
+def benched(B, T=1):
+    """A decode step, or a verify step that keeps the states of T tokens, of a Qwen3-Next layer."""
+
+    def make():
+        tokens = make_inputs(B, T, 16, 32, seed=45, unit_keys=False)
+        pool = make_states(B * T, 32, seed=46, v_first=True)
+        slots = torch.arange(B * T, dtype=torch.int32, device=DEVICE).view(B, T)
+        return functools.partial(
+            recurrent, *tokens, None, pool, use_qk_l2norm_in_kernel=True, state_v_first=True,
+            state_indices=slots if T > 1 else slots[:, 0],
+        )  # fmt: skip
+
+    return make
+
+
+def main():
+    os.environ["ATREX_REQUIRE_KERNEL"] = "1"
+    if sys.argv[1:2] == ["--sanitize"]:
+        return sanitize()
+    if sys.argv[1:2] == ["--table"]:
+        result = table()
         if sys.argv[2:3] == ["--json"]:
-            with open(sys.argv[3], "w") as file:
-                json.dump(result, file, indent=1)
-    else:
-        sys.exit(f"unknown mode {sys.argv[1]}")
+            pathlib.Path(sys.argv[3]).write_text(json.dumps(result, indent=1))
+        return None
+    return modes.main(
+        api="fused_recurrent_gated_delta_rule",
+        about={
+            "dispatch": "bfloat16 or float16 q, k, v with K=V=128 and states on the 16-byte grid, no gradients",
+            "compile": "ahead of time, by nvcc for sm_90a",
+            "limits": "tokens of a sequence go one after the other: long sequences are for chunk_gated_delta_rule",
+        },
+        device="cuda",
+        bench={f"decode, {B} sequences": benched(B) for B in (1, 32, 128, 512)}
+        | {"verify of 4 tokens, 32 sequences": benched(32, 4)},
+        profile=profiled(),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

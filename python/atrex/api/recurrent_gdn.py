@@ -61,8 +61,8 @@ def fused_recurrent_gated_delta_rule(
     * ``intermediate_states_buffer`` (verify): read as without it; the pool stays as it is, and the state after token
       ``t < S`` goes to ``intermediate_states_buffer[intermediate_state_indices[n], t]``.
 
-    Where states are kept after each token, the next token continues from the state as it is stored, rounded to its
-    dtype: verify gives bit for bit what as many decode steps give.
+    A state is rounded to its dtype after each token, whether it is stored or not: many tokens in a call give bit for
+    bit what as many calls of one token give, so verify equals decode.
 
     An index is padding if it equals ``padding_index`` or lies outside of its range. A sequence is padding if the slot
     to be read is, or if its number of accepted tokens is outside of [1, S]: its outputs are 0 and nothing is written

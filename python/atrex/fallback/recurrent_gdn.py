@@ -49,8 +49,8 @@ def _run(call: RecurrentGdnCall) -> tuple[torch.Tensor, torch.Tensor | None]:
         u = beta[tokens][..., None] * (v[tokens] - torch.einsum("nhkv,nhk->nhv", state, k[tokens]))
         state = state + k[tokens][..., :, None] * u[..., None, :]
         o = o.index_copy(0, tokens, torch.einsum("nhkv,nhk->nhv", state, q[tokens]))
+        state = state.to(call.state_dtype).to(state.dtype)  # as if each token were a call of its own
         if each_token:
-            state = state.to(call.state_dtype).to(state.dtype)  # the next token continues from what is stored
             _keep(call, state, now, t, written)
         S = S.index_copy(0, at, state)
     if call.v.dtype is torch.float16:

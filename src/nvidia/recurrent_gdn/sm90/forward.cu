@@ -25,8 +25,10 @@ class DeviceScope {
 
 }  // namespace
 
-void forward(const Problem& p, const Variant& variant, int device, cudaStream_t stream) {
+void forward(Problem p, const Variant& variant, int device, cudaStream_t stream) {
   const DeviceScope scope(device);
+  p.group = p.value_heads / p.heads;
+  p.reciprocal_group = unsigned((uint64_t{1} << 32) / p.group) + 1;
   (variant.v_first ? launch_v_first : launch_k_first)(p, variant, stream);
 }
 

@@ -14,8 +14,8 @@ struct Variant {
   bool fp16;        // q, k, v and outputs; not bfloat16
 };
 
-// On `stream` of `device`.
-void forward(const Problem& p, const Variant& variant, int device, cudaStream_t stream);
+// On `stream` of `device`; fills in `group` and its reciprocal.
+void forward(Problem p, const Variant& variant, int device, cudaStream_t stream);
 void pack(const PackedCopy& x, int device, cudaStream_t stream);
 
 }  // namespace atrex::recurrent_gdn

@@ -22,7 +22,9 @@ inline void launch(void (*kernel)(Problem), const Problem& p, int columns, cudaS
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(p.sequences) * unsigned(p.value_heads) * unsigned(kHeadDim / columns));
+  // Neighbours in launch order are neighbours in memory: the slices of a head, the heads of a sequence.
+  config.gridDim = dim3(p.value_heads * (kHeadDim / columns), p.sequences < kGridY ? p.sequences : kGridY,
+                        (p.sequences + kGridY - 1) / kGridY);
   config.blockDim = dim3(kThreads);
   config.stream = stream;
   config.attrs = &attribute;

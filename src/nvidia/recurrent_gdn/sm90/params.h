@@ -38,12 +38,14 @@ struct States {
 enum class Store : int {
   kNone,
   kLast,       // after the last token of a sequence
-  kEachToken,  // after every token, and the next one continues from what was stored
+  kEachToken,  // after every token
 };
 
 struct Problem {
   int tokens, heads, value_heads, sequences;
-  const void* cu_seqlens;  // null: one sequence a batch entry
+  int group;                  // value heads of a head
+  unsigned reciprocal_group;  // floor(2^32 / group) + 1: __umulhi(head, it) is head / group, for group > 1
+  const void* cu_seqlens;     // null: one sequence a batch entry
   bool cu_seqlens_int64;
   float scale;
   bool l2norm;

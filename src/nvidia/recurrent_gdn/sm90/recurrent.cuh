@@ -34,6 +34,10 @@ __device__ __forceinline__ Span span_of(const Problem& p, int n) {
   return {0, int(start), int(end)};
 }
 
+__device__ __forceinline__ int head_of(const Problem& p, int value_head) {
+  return p.group == 1 ? value_head : __umulhi(value_head, p.reciprocal_group);
+}
+
 // The row of `initial` that a sequence starts from; -1: the sequence is padding.
 __device__ __forceinline__ int64_t row_read(const Problem& p, int n) {
   if (p.read.data == nullptr) return n;
@@ -83,12 +87,16 @@ template <class State, class Act, bool kVFirst>
 __device__ __forceinline__ void recurrent(const Problem& p) {
   using T = Tile<State, kVFirst>;
   constexpr int kSlices = kHeadDim / T::kBlockV;
-  constexpr int kValues = T::kValues, kKeys = T::kKeys;
+  constexpr int kValues = T::kValues;
   __shared__ KeySums<T> sums;
 
-  const int slice = blockIdx.x % kSlices;
-  const int value_head = blockIdx.x / kSlices % p.value_heads, n = blockIdx.x / kSlices / p.value_heads;
-  const int head = value_head / (p.value_heads / p.heads);
+  const int slice = blockIdx.x % kSlices, value_head = blockIdx.x / kSlices;
+  const int n = blockIdx.z * kGridY + blockIdx.y;
+  if (n >= p.sequences) return;
+  // Each thread's own copy, from where the loop takes it: the assembler would work out the rows of later tokens ahead
+  // of the loop and hold a dozen registers for them, which decode needs.
+  __shared__ volatile int parked[kThreads];
+  parked[threadIdx.x] = value_head;
 
   wait_for_kernel_before();
   const Span span = span_of(p, n);
@@ -108,7 +116,7 @@ __device__ __forceinline__ void recurrent(const Problem& p) {
   Token<T> token;
   HeadParameters parameters;
   if (!empty) {
-    token.load(p, span.batch, span.start, head, value_head, slice);
+    token.load(p, span.batch, span.start, head_of(p, value_head), value_head, slice);
     parameters.load(p, value_head);
   }
   T tile;
@@ -120,26 +128,26 @@ __device__ __forceinline__ void recurrent(const Problem& p) {
   }
   State* place = place_stored<State>(p, n, 0, value_head);
   if (empty) {
-    tile.unpack();
     tile.store(place, slice);
     return;
   }
   let_next_kernel_be_placed();
   Scalars x = scalars_of<Act>(p, token, parameters);
-  tile.unpack();
 
   for (int t = span.start;; ++t) {
     float sk[kValues] = {}, sq[kValues] = {};
 #pragma unroll
-    for (int i = 0; i < kKeys; i += 2) {
-      const float2 k = unpack2<Act>(token.k[i / 2]), q = unpack2<Act>(token.q[i / 2]);
+    for (int i = 0; i < T::kLoads; ++i) {
+      float state[T::kVector];
+      tile.get(i, state);
 #pragma unroll
-      for (int j = 0; j < kValues; ++j) {
-        sk[j] = fmaf(tile.s[j][i], k.x, fmaf(tile.s[j][i + 1], k.y, sk[j]));
-        sq[j] = fmaf(tile.s[j][i], q.x, fmaf(tile.s[j][i + 1], q.y, sq[j]));
+      for (int e = 0; e < T::kVector; ++e) {
+        const int value = T::value(i, e), key = T::key(i, e);
+        sk[value] = fmaf(state[e], feature<Act>(token.k, key), sk[value]);
+        sq[value] = fmaf(state[e], feature<Act>(token.q, key), sq[value]);
       }
     }
-    sums.reduce(sk, sq, (t - span.start) % 2);
+    sums.reduce(sk, sq);
 
     float u[kValues];
     uint32_t o[kValues / 2];
@@ -152,13 +160,14 @@ __device__ __forceinline__ void recurrent(const Problem& p) {
                             in_range<Act>(x.scale_q * fmaf(x.decay, sq[j + 1], x.kq * u[j + 1])));
     }
 #pragma unroll
-    for (int i = 0; i < kKeys; i += 2) {
-      const float2 k = unpack2<Act>(token.k[i / 2]);
+    for (int i = 0; i < T::kLoads; ++i) {
+      float state[T::kVector];
+      tile.get_again(i, state);
 #pragma unroll
-      for (int j = 0; j < kValues; ++j) {
-        tile.s[j][i] = fmaf(k.x, u[j], x.decay * tile.s[j][i]);
-        tile.s[j][i + 1] = fmaf(k.y, u[j], x.decay * tile.s[j][i + 1]);
+      for (int e = 0; e < T::kVector; ++e) {
+        state[e] = fmaf(feature<Act>(token.k, T::key(i, e)), u[T::value(i, e)], x.decay * state[e]);
       }
+      tile.set(i, state);
     }
 
     const bool last = t + 1 == span.end;
@@ -172,9 +181,10 @@ __device__ __forceinline__ void recurrent(const Problem& p) {
         *reinterpret_cast<uint4*>(out) = {o[0], o[1], o[2], o[3]};
       }
     }
-    if (last || p.store == Store::kEachToken) tile.store(place, slice);
+    if (place != nullptr && (last || p.store == Store::kEachToken)) tile.store(place, slice);
     if (last) break;
-    token.load(p, span.batch, t + 1, head, value_head, slice);
+    const int again = parked[threadIdx.x];
+    token.load(p, span.batch, t + 1, head_of(p, again), again, slice);
     if (p.store == Store::kEachToken) place = place_stored<State>(p, n, t + 1 - span.start, value_head);
     x = scalars_of<Act>(p, token, parameters);
   }

@@ -4,8 +4,8 @@
 
 ATREX_RECURRENT_GDN_KERNEL(atrex_recurrent_gdn_k_first_f32_bf16, float, __nv_bfloat16, false, 5)
 ATREX_RECURRENT_GDN_KERNEL(atrex_recurrent_gdn_k_first_f32_fp16, float, __half, false, 5)
-ATREX_RECURRENT_GDN_KERNEL(atrex_recurrent_gdn_k_first_bf16_bf16, __nv_bfloat16, __nv_bfloat16, false, 3)
-ATREX_RECURRENT_GDN_KERNEL(atrex_recurrent_gdn_k_first_bf16_fp16, __nv_bfloat16, __half, false, 3)
+ATREX_RECURRENT_GDN_KERNEL(atrex_recurrent_gdn_k_first_bf16_bf16, __nv_bfloat16, __nv_bfloat16, false, 5)
+ATREX_RECURRENT_GDN_KERNEL(atrex_recurrent_gdn_k_first_bf16_fp16, __nv_bfloat16, __half, false, 5)
 
 namespace atrex::recurrent_gdn {
 

@@ -75,6 +75,13 @@ struct Token {
   }
 };
 
+// Feature i of a lane's pairs.
+template <class Act>
+__device__ __forceinline__ float feature(const uint32_t* pairs, int i) {
+  const float2 pair = unpack2<Act>(pairs[i / 2]);
+  return i % 2 == 0 ? pair.x : pair.y;
+}
+
 // Parameters of a head for fused gating, as bits.
 struct HeadParameters {
   uint32_t a_log, dt_bias;
