@@ -16,9 +16,7 @@ void* pointer(const py::tuple& tensor) { return reinterpret_cast<void*>(item(ten
 
 Activation activation(const py::tuple& x) { return {pointer(x), item(x, 1), item(x, 2), item(x, 3)}; }
 
-Gate gate(const py::tuple& x, int dtype) {
-  return {pointer(x), item(x, 1), item(x, 2), item(x, 3), DataType(dtype)};
-}
+Gate gate(const py::tuple& x, int dtype) { return {pointer(x), item(x, 1), item(x, 2), item(x, 3), DataType(dtype)}; }
 
 States states(const py::object& x, int dtype, bool v_first) {
   if (x.is_none()) return {};
@@ -63,13 +61,13 @@ void forward_binding(const py::tuple& sizes, const py::tuple& plan, bool fp16, f
   p.checkpoint_chunks = checkpoint_every / kChunk;
   p.checkpoint_rows = checkpoint_rows;
   p.workspace = reinterpret_cast<unsigned char*>(workspace);
-  forward(p, {int(item(plan, 0)), int(item(plan, 1)), int(item(plan, 2)), int(item(plan, 3)), bool(item(plan, 4)),
-           item(plan, 5)}, fp16, device,
-          reinterpret_cast<cudaStream_t>(stream));
+  forward(p,
+          {int(item(plan, 0)), int(item(plan, 1)), int(item(plan, 2)), int(item(plan, 3)), bool(item(plan, 4)),
+           item(plan, 5)},
+          fp16, device, reinterpret_cast<cudaStream_t>(stream));
 }
 
-void pack_binding(const py::tuple& from, int batch, int tokens, int heads, uintptr_t to, int device,
-                  uintptr_t stream) {
+void pack_binding(const py::tuple& from, int batch, int tokens, int heads, uintptr_t to, int device, uintptr_t stream) {
   pack({pointer(from), item(from, 1), item(from, 2), item(from, 3), item(from, 4), batch, tokens, heads,
         reinterpret_cast<void*>(to)},
        device, reinterpret_cast<cudaStream_t>(stream));

@@ -1,5 +1,4 @@
 #include "forward.h"
-
 #include "launch.h"
 
 namespace atrex::chunk_gdn {
@@ -40,7 +39,7 @@ decltype(&cuTensorMapEncodeTiled) encode_function() {
 // [B, T, H, 128] as boxes of 64 features x 64 tokens of one head, 128-byte swizzled.
 CUtensorMap encode(const Activation& x, int batch, int tokens, int heads, bool fp16) {
   CUtensorMap map{};
-  if (tokens == 0) return map;  // no kernel reads it
+  if (tokens == 0) return map;                  // no kernel reads it
   constexpr uint64_t kRowBytes = kHeadDim * 2;  // stands in for the stride of a dimension of size 1, which can be any
   const cuuint64_t sizes[] = {kHeadDim, cuuint64_t(heads), cuuint64_t(tokens), cuuint64_t(batch)};
   const cuuint64_t strides[] = {heads > 1 ? uint64_t(x.stride_h) * 2 : kRowBytes,

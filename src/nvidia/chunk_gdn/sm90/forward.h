@@ -9,9 +9,9 @@ namespace atrex::chunk_gdn {
 
 // How a problem is cut, from its sizes alone.
 struct Plan {
-  int slots;        // chunk slots, see sequence.cuh
-  int segments;     // context parallelism
-  int warpgroups;   // 64-row value slices that a scan block serves
+  int slots;       // chunk slots, see sequence.cuh
+  int segments;    // context parallelism
+  int warpgroups;  // 64-row value slices that a scan block serves
   int prepare_blocks;
   bool overlap;  // the scan runs beside the preparation
   int64_t workspace_bytes;

@@ -4,7 +4,7 @@
 namespace atrex::chunk_gdn {
 namespace {
 constexpr int kThreads = 256;
-constexpr int kVector = 8;                                     // elements of a 16-byte store
+constexpr int kVector = 8;                                      // elements of a 16-byte store
 constexpr int kRowsPerBlock = kThreads / (kHeadDim / kVector);  // rows of 128 features that a block writes at a time
 }  // namespace
 

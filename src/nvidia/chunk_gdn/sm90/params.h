@@ -93,8 +93,8 @@ struct Problem {
   Gate g, beta;
   void* out;  // [B, T, HV, 128], contiguous
 
-  States initial, final;        // the same memory when states live in a pool
-  const void* state_indices;    // null: row i of `initial` and `final` belongs to sequence i
+  States initial, final;      // the same memory when states live in a pool
+  const void* state_indices;  // null: row i of `initial` and `final` belongs to sequence i
   bool state_indices_int64;
   int64_t pool_rows;
 

@@ -32,16 +32,15 @@ Plan make_plan(int batch, int tokens, int heads, int value_heads, int sequences,
     float transfer = 0.f;
     if (segments > 1) {
       const int64_t blocks = int64_t(sequences) * value_heads * (2 * segments - 3);
-      transfer = ceil_divide(blocks, multiprocessors) * (kTransferStart + steps * kTransferStep) +
-                 segments * kApplyTransfer;
+      transfer =
+          ceil_divide(blocks, multiprocessors) * (kTransferStart + steps * kTransferStep) + segments * kApplyTransfer;
     }
     for (int warpgroups = 1; warpgroups <= 2; ++warpgroups) {
       const int64_t blocks = int64_t(sequences) * value_heads * segments * (kHeadDim / kSliceRows / warpgroups);
       // A scan that leaves half of the card idle lets the preparation keep ahead of it there; beside one of two
       // slices a block both slow down by more than that saves.
       const bool overlap = segments == 1 && warpgroups == 1 && 2 * blocks <= multiprocessors;
-      const float scan =
-          ceil_divide(blocks, multiprocessors) * (kScanStart + steps * kScanStep[warpgroups - 1]);
+      const float scan = ceil_divide(blocks, multiprocessors) * (kScanStart + steps * kScanStep[warpgroups - 1]);
       const float cost = (overlap ? kPrepareStart : prepare) + transfer + scan;
       if (best == 0.f || cost < best) {
         best = cost;

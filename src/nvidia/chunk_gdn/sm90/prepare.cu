@@ -206,7 +206,7 @@ __device__ __forceinline__ void share_gates(const Problem& p, float2* decays, fl
   }
   *reinterpret_cast<float4*>(decays + 2 * lane) = {sum - decay[1], resets - reset[1], sum, resets};
   *reinterpret_cast<float2*>(betas + 2 * lane) = {gate_value(gates.beta[0], p.beta.dtype),
-                                                    gate_value(gates.beta[1], p.beta.dtype)};
+                                                  gate_value(gates.beta[1], p.beta.dtype)};
 }
 
 // The systems warpgroup: finds an item and asks for its K and Q; its gates are on their way on return.
@@ -239,7 +239,8 @@ __device__ __forceinline__ LaneGates fetch_item(int warp, const Problem& p, Team
 
 // Completes the item: `item_full` also waits for the four gates warps.
 template <class T>
-__device__ __forceinline__ void complete_item(int warp, const Problem& p, TeamMemory<T>& smem, const LaneGates& gates, int buffer) {
+__device__ __forceinline__ void complete_item(int warp, const Problem& p, TeamMemory<T>& smem, const LaneGates& gates,
+                                              int buffer) {
   share_gates(p, smem.decay[buffer][warp], smem.beta[buffer][warp], gates);
   __syncwarp();
   mbarrier_arrive_if(&smem.item_full, threadIdx.x % 32 == 0);

@@ -89,10 +89,10 @@ __device__ __forceinline__ void load_tile(void* to, const CUtensorMap* map, int 
       : "memory");
 }
 __device__ __forceinline__ void load_bulk(void* to, const void* from, int bytes, uint64_t* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   smem_address(to)),
-               "l"(from), "r"(bytes), "r"(smem_address(barrier))
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem_address(to)),
+      "l"(from), "r"(bytes), "r"(smem_address(barrier))
+      : "memory");
 }
 __device__ __forceinline__ void store_tile(const CUtensorMap* map, const void* from, int feature, int head, int token,
                                            int batch) {
@@ -121,7 +121,8 @@ __device__ __forceinline__ void grid_launch_dependents() { asm volatile("griddep
 
 // Publishes this thread's stores, completed bulk stores, and what a barrier has ordered before them.
 __device__ __forceinline__ void signal(uint32_t* counter) {
-  asm volatile("fence.proxy.async;\nfence.acq_rel.gpu;\nred.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+  asm volatile("fence.proxy.async;\nfence.acq_rel.gpu;\nred.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter)
+               : "memory");
 }
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* counter) {
   uint32_t value;
@@ -181,28 +182,28 @@ __device__ __forceinline__ uint64_t smem_descriptor(uint32_t address, uint32_t l
   return uint64_t((address & 0x3ffff) >> 4) | uint64_t(lead >> 4) << 16 | uint64_t(stride >> 4) << 32 | 1ull << 62;
 }
 
-#define ATREX_F8(d, o)                                                                                             \
+#define ATREX_F8(d, o)                                                                                        \
   "+f"(d[o]), "+f"(d[o + 1]), "+f"(d[o + 2]), "+f"(d[o + 3]), "+f"(d[o + 4]), "+f"(d[o + 5]), "+f"(d[o + 6]), \
       "+f"(d[o + 7])
 #define ATREX_F32(d, o) ATREX_F8(d, o), ATREX_F8(d, o + 8), ATREX_F8(d, o + 16), ATREX_F8(d, o + 24)
-#define ATREX_D32                                                                                                 \
+#define ATREX_D32                                                                                                   \
   "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29," \
   "%30,%31}"
-#define ATREX_D64                                                                                                 \
-  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29," \
+#define ATREX_D64                                                                                                    \
+  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,"  \
   "%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57," \
   "%58,%59,%60,%61,%62,%63}"
-#define ATREX_WGMMA_RS64(TYPE)                                                                                   \
+#define ATREX_WGMMA_RS64(TYPE)                                                                                    \
   asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE \
                " " ATREX_D32 ", {%32,%33,%34,%35}, %36, p, 1, 1, 0;\n}\n"                                         \
                : ATREX_F32(d, 0)                                                                                  \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)))
 #define ATREX_WGMMA_RS128(TYPE)                                                                                    \
   asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE \
-               " " ATREX_D64 ", {%64,%65,%66,%67}, %68, p, 1, 1, 1;\n}\n"                                           \
-               : ATREX_F32(d, 0), ATREX_F32(d, 32)                                                                  \
+               " " ATREX_D64 ", {%64,%65,%66,%67}, %68, p, 1, 1, 1;\n}\n"                                          \
+               : ATREX_F32(d, 0), ATREX_F32(d, 32)                                                                 \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)))
-#define ATREX_WGMMA_SS64(TYPE)                                                                                   \
+#define ATREX_WGMMA_SS64(TYPE)                                                                                    \
   asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE \
                " " ATREX_D32 ", %32, %33, p, 1, 1, 0, 0;\n}\n"                                                    \
                : ATREX_F32(d, 0)                                                                                  \

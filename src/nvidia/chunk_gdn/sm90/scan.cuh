@@ -335,8 +335,8 @@ __device__ __forceinline__ void scan(const Problem& p, const ScanMaps& maps) {
       auto fetch = [&](int j) {
         if (threadIdx.x == 0 && j < transfers) {
           mbarrier_expect(&smem.transfer_full[j & 1], kTransferBytes);
-          load_bulk(smem.stages[j & 1].k, p.workspace + p.offsets.transfers + (cut + j) * kTransferBytes, kTransferBytes,
-                    &smem.transfer_full[j & 1]);
+          load_bulk(smem.stages[j & 1].k, p.workspace + p.offsets.transfers + (cut + j) * kTransferBytes,
+                    kTransferBytes, &smem.transfer_full[j & 1]);
         }
       };
       fetch(1);
