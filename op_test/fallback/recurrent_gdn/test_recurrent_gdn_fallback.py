@@ -1,6 +1,7 @@
 """The fallback of fused_recurrent_gated_delta_rule: the whole contract on a CPU, gradients, and what it rejects."""
 
 import re
+import sys
 import timeit
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 import atrex
 from atrex import _device, _dispatch
-from harness import inputs, poison, reference
+from harness import inputs, modes, poison, reference
 from harness.compare import assert_heads_close
 from harness.recurrent import CHOICES, Case
 
@@ -398,3 +399,30 @@ def test_host_cost_of_checks_and_dispatch(kernel):
     best = min(timeit.repeat(lambda: recurrent(**arguments), number=200, repeat=40)) / 200
     print(f"checks and dispatch: {best * 1e6:.1f} us")
     assert best < 25e-6
+
+
+def benched(B):
+    """A decode step of a Qwen3-Next layer on a pool."""
+
+    def make():
+        torch.set_num_threads(1)
+        tokens = inputs.make_inputs(B, 1, 16, 32, seed=45, device=CPU)
+        pool = inputs.make_states(B, 32, seed=46, device=CPU)
+        return lambda: recurrent(*tokens, None, pool, state_indices=torch.arange(B))
+
+    return make
+
+
+if __name__ == "__main__":
+    sys.exit(
+        modes.main(
+            api="fused_recurrent_gated_delta_rule",
+            about={
+                "dispatch": "serves every call that no kernel serves; on a GPU one warning a reason",
+                "compile": "none, it is PyTorch",
+                "limits": "on a GPU it waits for the values of integer tensors and cannot be captured in a graph",
+            },
+            device=CPU,
+            bench={f"decode, {B} sequences": benched(B) for B in (1, 8)},
+        )
+    )
