@@ -132,13 +132,17 @@ class Server:
 
     def break_connections(self):
         """Kills the children of sshd that serve connections, as a machine that reboots would."""
-        children = pathlib.Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
-        assert children
-        for pid in children:
-            for grandchild in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-                if b"sshd" in pathlib.Path(f"/proc/{grandchild}/cmdline").read_bytes():
-                    os.kill(int(grandchild), signal.SIGKILL)
-            os.kill(int(pid), signal.SIGKILL)
+        serving = self._children(self._process.pid)
+        assert serving
+        for pid in serving:
+            for each in (*self._children(pid), pid):  # sshd's own two; the second may go with the first
+                with contextlib.suppress(OSError):
+                    if b"sshd" in pathlib.Path(f"/proc/{each}/cmdline").read_bytes():
+                        os.kill(each, signal.SIGKILL)
+
+    @staticmethod
+    def _children(pid):
+        return [int(child) for child in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
     def stop(self):
         self._process.terminate()

@@ -19,8 +19,8 @@ import pathlib
 import shlex
 import subprocess
 import sys
-import tarfile
 import threading
+import zipfile
 from dataclasses import dataclass
 
 from job import machine, process
@@ -81,8 +81,8 @@ class Host:
         if self.kind == "ssh" and status == _LOST:
             raise HostError(f"the connection failed or broke off: {message or 'see above'}")
         if report is not None and out:
-            with tarfile.open(fileobj=io.BytesIO(out)) as archive:
-                archive.extractall(report, filter="data")
+            with zipfile.ZipFile(io.BytesIO(out)) as archive:
+                archive.extractall(report)
         elif status and report is None:
             raise HostError(f"status {status}: {message or 'no message'}")
         return status, out

@@ -2,7 +2,7 @@
 
 stdin brings a JSON line {"size": bytes, "name": file name, "arguments": [...], "limit": seconds, "report": bool} and
 then the program. After that it is the lifeline: when it closes, because the connection broke or the caller gave up,
-the program ends. stdout takes what the program prints or, with "report", the folder it was given as --report, as a tar
+the program ends. stdout takes what the program prints or, with "report", the folder it was given as --report, as a zip
 archive; its prints go to stderr then. The exit status is the program's, or 124 after the limit. Whatever happens, no
 process and no file stays.
 """
@@ -15,9 +15,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import tempfile
 import threading
+import zipfile
 
 GRACE_S = 10
 
@@ -80,8 +80,10 @@ def main():
             print(f"not ended within {header['limit']:g} s", file=sys.stderr)
             return 124
         if os.path.isdir(report):
-            with tarfile.open(fileobj=sys.stdout.buffer, mode="w|") as archive:
-                archive.add(report, arcname=".")
+            with zipfile.ZipFile(sys.stdout.buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+                for file in sorted(glob.glob(os.path.join(report, "**"), recursive=True)):
+                    if os.path.isfile(file):
+                        archive.write(file, os.path.relpath(file, report))
         return status
     finally:
         for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
