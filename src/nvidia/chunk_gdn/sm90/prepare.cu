@@ -10,9 +10,9 @@
 // A work item is one (chunk, q/k head) with up to four v-heads of its group. A team of two warpgroups serves it: the
 // systems warpgroup fetches items, keeps both products in registers, and writes scores and systems, the inverse
 // warpgroup inverts one system after the other. Two teams share a persistent block, so that one's latencies hide the
-// other's. In every warpgroup, warp w owns rows 16w..16w+15. The inverse goes by 16x16 blocks: forward substitution in
-// float32 on 8x8 blocks of the diagonal, the rest by blocks in tf32, at last, one block row after the other,
-// X_s = -(X_ss L_s) X_<s.
+// other's. In every warpgroup, warp w owns rows 16w..16w+15.
+#include "gates.cuh"
+#include "inverse.cuh"
 #include "launch.h"
 #include "ptx.cuh"
 #include "sequence.cuh"
@@ -27,14 +27,6 @@ constexpr int kMaxMembers = kItemHeads;  // one scores warp loads the gates of o
 static_assert(kMaxMembers == 4);
 constexpr int kTileElements = kChunk * kChunk;
 constexpr int kLoadBytes = 4 * kTileElements * 2;
-// Row pitch of the float32 block matrix: 16-byte rows, and 4-row-apart lanes fall into different banks.
-constexpr int kPitch = kChunk + 4;
-// exp(-100) is below float32's range: such a decay is an exact reset, and -inf is one of them.
-constexpr float kResetDecay = -100.f;
-// Stands for a reset in log2: below what the other decays of a chunk can make up for, so that exp2 gives exact zero.
-constexpr float kResetLog2 = -16384.f;
-static_assert(-kResetLog2 > kChunk * -kResetDecay * 1.45f + 150.f);
-constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kNormEpsilon = 1e-6f;
 
 // One work item.
@@ -73,42 +65,6 @@ enum TeamBarrier { kInverseBarrier, kSystemsBarrier, kTeamBarriers };
 
 __device__ __forceinline__ int barrier_id(TeamBarrier barrier) {
   return 1 + threadIdx.x / kTeamThreads * kTeamBarriers + barrier;
-}
-
-__device__ __forceinline__ float exp2_approximate(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// A gate as it lies in memory: one of the two is loaded, without a branch and without a use, so that several loads are
-// under way at a time. Zero if not loaded.
-struct RawGate {
-  uint32_t wide;
-  uint16_t half;
-};
-__device__ __forceinline__ RawGate load_gate(const Gate& gate, int64_t b, int64_t t, int64_t h, bool on) {
-  const int64_t at = b * gate.stride_b + t * gate.stride_t + h * gate.stride_h;
-  const bool wide = gate.dtype == DataType::kFloat32;
-  RawGate raw;
-  asm volatile(
-      "{.reg .pred p;\n"
-      "setp.ne.b32 p, %2, 0; mov.b32 %0, 0;\n"
-      "@p ld.global.nc.b32 %0, [%1];}"
-      : "=&r"(raw.wide)
-      : "l"(static_cast<const char*>(gate.data) + at * (wide ? 4 : 2)), "r"(int(on && wide)));
-  asm volatile(
-      "{.reg .pred p;\n"
-      "setp.ne.b32 p, %2, 0; mov.b16 %0, 0;\n"
-      "@p ld.global.nc.b16 %0, [%1];}"
-      : "=&h"(raw.half)
-      : "l"(static_cast<const char*>(gate.data) + at * (wide ? 4 : 2)), "r"(int(on && !wide)));
-  return raw;
-}
-__device__ __forceinline__ float gate_value(const RawGate& raw, DataType dtype) {
-  if (dtype == DataType::kFloat32) return __uint_as_float(raw.wide);
-  return dtype == DataType::kBFloat16 ? __uint_as_float(uint32_t(raw.half) << 16)
-                                      : __half2float(__ushort_as_half(raw.half));
 }
 
 // Reciprocal norms of the 64 rows of a swizzled tile pair, by a warpgroup: two threads a row, one panel each.
@@ -167,11 +123,6 @@ __device__ __forceinline__ Item find_item(const Problem& p, int index) {
   return item;
 }
 
-// The gates of one v-head, two tokens a lane.
-struct LaneGates {
-  RawGate g[2], beta[2];
-};
-
 __device__ __forceinline__ LaneGates load_gates(const Problem& p, const Item& item, int member) {
   LaneGates gates;
 #pragma unroll
@@ -181,32 +132,6 @@ __device__ __forceinline__ LaneGates load_gates(const Problem& p, const Item& it
     gates.beta[i] = load_gate(p.beta, item.batch, item.token + t, item.first_head + member, t < item.live);
   }
   return gates;
-}
-
-// One warp: decays and beta of one v-head into shared memory.
-__device__ __forceinline__ void share_gates(const Problem& p, float2* decays, float* betas, const LaneGates& gates) {
-  const int lane = threadIdx.x % 32;
-  float decay[2], reset[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float g = gate_value(gates.g[i], p.g.dtype);
-    reset[i] = g <= kResetDecay ? kResetLog2 : 0.f;
-    decay[i] = g <= kResetDecay ? 0.f : g * kLog2E;
-  }
-  float sum = decay[0] + decay[1];
-  float resets = reset[0] + reset[1];
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const float left_sum = __shfl_up_sync(0xffffffffu, sum, step);
-    const float left_resets = __shfl_up_sync(0xffffffffu, resets, step);
-    if (lane >= step) {
-      sum += left_sum;
-      resets += left_resets;
-    }
-  }
-  *reinterpret_cast<float4*>(decays + 2 * lane) = {sum - decay[1], resets - reset[1], sum, resets};
-  *reinterpret_cast<float2*>(betas + 2 * lane) = {gate_value(gates.beta[0], p.beta.dtype),
-                                                  gate_value(gates.beta[1], p.beta.dtype)};
 }
 
 // The systems warpgroup: finds an item and asks for its K and Q; its gates are on their way on return.
@@ -266,76 +191,6 @@ __device__ __forceinline__ void store_gates(const TeamMemory<T>& smem, int buffe
   if (threadIdx.x % 32 < 4) out->decay_chunk[threadIdx.x % 32] = end.y == 0.f ? exp2_approximate(end.x) : 0.f;
 }
 
-// exp2 of the decay between the tokens of a row and of two neighbouring columns. Capped, so that zeros above the
-// diagonal, where the decay is a growth, stay zero when they are multiplied by it.
-__device__ __forceinline__ float2 decay_between(const float2& row, const float4& columns) {
-  return {exp2_approximate(fminf(row.x - columns.x + (row.y - columns.y), 126.f)),
-          exp2_approximate(fminf(row.x - columns.z + (row.y - columns.w), 126.f))};
-}
-
-// A fragment (16 x 8, tf32) out of an accumulator tile. The reduction index is permuted (t -> 2t, t + 4 -> 2t + 1),
-// which load_b answers by reading its rows in the same order.
-__device__ __forceinline__ void accumulator_to_a(uint32_t* a, const float* d) {
-  a[0] = to_tf32(d[0]);
-  a[1] = to_tf32(d[2]);
-  a[2] = to_tf32(d[1]);
-  a[3] = to_tf32(d[3]);
-}
-__device__ __forceinline__ void load_b(uint32_t* b, const float (*rows)[kPitch], int row, int column) {
-  const int group = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  b[0] = to_tf32(rows[row + 2 * t][column + group]);
-  b[1] = to_tf32(rows[row + 2 * t + 1][column + group]);
-}
-__device__ __forceinline__ void store_accumulator(float (*rows)[kPitch], int row, int column, const float* d) {
-  const int group = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  *reinterpret_cast<float2*>(&rows[row + group][column + 2 * t]) = {d[0], d[1]};
-  *reinterpret_cast<float2*>(&rows[row + group + 8][column + 2 * t]) = {d[2], d[3]};
-}
-
-// Inverse of the warp's 16x16 unit lower diagonal block, in place: two 8x8 blocks by forward substitution in float32,
-// a column a lane, then the block below them, -(X_22 L_21) X_11.
-__device__ __forceinline__ void invert_diagonal(float (*rows)[kPitch], int first) {
-  const int lane = threadIdx.x % 32, group = lane / 4, t = lane % 4;
-  const int block = first + lane / 8 % 2 * 8, column = lane % 8;
-  float x[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    float row[8];
-#pragma unroll
-    for (int j = 0; j < i; j += 4) {
-      *reinterpret_cast<float4*>(row + j) = *reinterpret_cast<const float4*>(&rows[block + i][block + j]);
-    }
-    x[i] = i == column ? 1.f : 0.f;
-#pragma unroll
-    for (int j = 0; j < i; ++j) x[i] -= row[j] * x[j];
-  }
-  __syncwarp();
-  if (lane < 16) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) rows[block + i][block + column] = x[i];
-  }
-  __syncwarp();
-  // Rows 8..15 of the products stay empty: these blocks have eight rows.
-  const float2 x22 = *reinterpret_cast<const float2*>(&rows[first + 8 + group][first + 8 + 2 * t]);
-  const uint32_t a[4] = {to_tf32(-x22.x), 0, to_tf32(-x22.y), 0};
-  uint32_t b[2], left[4];
-  float product[4] = {};
-  load_b(b, rows, first + 8, first);
-  mma_tf32(product, a, b);
-  accumulator_to_a(left, product);
-  float x21[4] = {};
-  load_b(b, rows, first, first);
-  mma_tf32(x21, left, b);
-  *reinterpret_cast<float2*>(&rows[first + 8 + group][first + 2 * t]) = {x21[0], x21[1]};
-  __syncwarp();
-}
-
-// The row that a lane names to stmatrix, and a 16x16 block's place in a swizzled 64x64 tile.
-__device__ __forceinline__ uint32_t block_offset(int warp, int block) {
-  const uint32_t lane = threadIdx.x % 32, row = warp * 16 + (lane / 8 & 1) * 8 + lane % 8;
-  return row * 128 + ((2 * block + lane / 16) ^ (row & 7)) * 16;
-}
-
 // One v-head's scores into their tile and its system, this warp's rows up to the diagonal, into the block matrix.
 template <class T>
 __device__ __forceinline__ void write_scores_and_system(int warp, const float2* decays, const float* betas,
@@ -365,86 +220,6 @@ __device__ __forceinline__ void write_scores_and_system(int warp, const float2* 
       }
     }
     store_matrix(tile + block_offset(warp, block), scores);
-  }
-}
-
-// Inverts the block matrix in place; its strictly lower part goes into the tile, once that has left shared memory.
-template <class T>
-__device__ __forceinline__ void invert(int warp, float (*blocks)[kPitch], uint32_t tile) {
-  const int group = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  invert_diagonal(blocks, 16 * warp);
-  // -(X_ss L_sj) for the blocks left of the diagonal, as A fragments
-  uint32_t left[3][2][4];
-  {
-    uint32_t diagonal[2][4];
-#pragma unroll
-    for (int step = 0; step < 2; ++step) {
-      const int column = 16 * warp + 8 * step + 2 * t;
-      const float2 upper = *reinterpret_cast<float2*>(&blocks[16 * warp + group][column]);
-      const float2 lower = *reinterpret_cast<float2*>(&blocks[16 * warp + group + 8][column]);
-      const float negative[4] = {-upper.x, -upper.y, -lower.x, -lower.y};
-      accumulator_to_a(diagonal[step], negative);
-    }
-#pragma unroll
-    for (int j = 0; j < 3; ++j) {
-      if (j >= warp) continue;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float product[4] = {};
-#pragma unroll
-        for (int step = 0; step < 2; ++step) {
-          uint32_t b[2];
-          load_b(b, blocks, 16 * warp + 8 * step, 16 * j + 8 * half);
-          mma_tf32(product, diagonal[step], b);
-        }
-        accumulator_to_a(left[j][half], product);
-      }
-    }
-  }
-  if (threadIdx.x % 128 == 0) store_wait_read();
-  named_barrier_sync(barrier_id(kInverseBarrier), 128);
-
-  // Block rows top down: row m is final, every row below takes its share of it.
-  float inverse[6][4] = {};
-#pragma unroll
-  for (int m = 0; m < 3; ++m) {
-    if (warp > m) {
-#pragma unroll
-      for (int n = 0; n < 2 * m + 2; ++n) {
-#pragma unroll
-        for (int step = 0; step < 2; ++step) {
-          uint32_t b[2];
-          load_b(b, blocks, 16 * m + 8 * step, 8 * n);
-          mma_tf32(inverse[n], left[m][step], b);
-        }
-      }
-    }
-    if (m == 2) break;  // nobody reads the last row
-    if (warp == m + 1) {
-#pragma unroll
-      for (int n = 0; n < 2 * m + 2; ++n) store_accumulator(blocks, 16 * warp, 8 * n, inverse[n]);
-    }
-    named_barrier_sync(barrier_id(kInverseBarrier), 128);
-  }
-
-#pragma unroll
-  for (int block = 0; block < 4; ++block) {
-    uint32_t fragment[4] = {};
-    if (block < 3 && block < warp) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float* values = inverse[block < 3 ? 2 * block + e / 2 : 0] + e % 2 * 2;
-        fragment[e] = pack2<T>(values[0], values[1]);
-      }
-    } else if (block == warp) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int row = group + e % 2 * 8, column = e / 2 * 8 + 2 * t;
-        const float2 x = *reinterpret_cast<float2*>(&blocks[16 * warp + row][16 * warp + column]);
-        fragment[e] = pack2<T>(row > column ? x.x : 0.f, row > column + 1 ? x.y : 0.f);
-      }
-    }
-    store_matrix(tile + block_offset(warp, block), fragment);
   }
 }
 
@@ -521,11 +296,12 @@ __device__ __forceinline__ void prepare(const Problem& p, const CUtensorMap& map
       mbarrier_wait(&smem.system_full[buffer], count / 2 & 1);
       const SystemInfo info = smem.infos[buffer];
       if (info.tile < 0) break;
-      invert<T>(warp, smem.systems[buffer], smem_address(smem.inverse));
+      auto sync = [] { named_barrier_sync(barrier_id(kInverseBarrier), 128); };
+      invert<T>(warp, smem.systems[buffer], smem_address(smem.inverse), sync);
       fence_async_proxy();
       __syncwarp();
       mbarrier_arrive_if(&smem.system_empty[buffer], threadIdx.x % 32 == 0);
-      named_barrier_sync(barrier_id(kInverseBarrier), 128);
+      sync();
       if (elected) {
         store_bulk(p.workspace + p.offsets.inverse + info.tile * kTileBytes, smem.inverse, kTileBytes);
         store_commit();

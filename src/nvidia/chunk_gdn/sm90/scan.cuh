@@ -19,6 +19,7 @@
 #include "launch.h"
 #include "ptx.cuh"
 #include "sequence.cuh"
+#include "states.cuh"
 
 namespace atrex::chunk_gdn {
 
@@ -80,62 +81,6 @@ __device__ __forceinline__ Work work_of_block(const Problem& p) {
     rest /= p.segments;
     return {rest / p.value_heads, rest % p.value_heads, segment, slice, false};
   }
-}
-
-// ---- States -------------------------------------------------------------------------------------------------------
-// Element i of a thread's S^T fragment: value row and key column inside the slice.
-__device__ __forceinline__ int fragment_row(int i) {
-  return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + i / 2 % 2 * 8;
-}
-__device__ __forceinline__ int fragment_column(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
-
-template <class T>
-__device__ __forceinline__ void load_state(float (&s)[64], const States& states, int64_t row, int head, int slice) {
-  const T* base = static_cast<const T*>(states.data) + row * states.stride_row + head * states.stride_h;
-#pragma unroll
-  for (int i = 0; i < 64; ++i) {
-    s[i] = float(base[(slice * kSliceRows + fragment_row(i)) * states.stride_v + fragment_column(i) * states.stride_k]);
-  }
-}
-__device__ __forceinline__ void load_state(float (&s)[64], const States& states, int64_t row, int head, int slice) {
-  if (states.dtype == DataType::kFloat32) {
-    load_state<float>(s, states, row, head, slice);
-  } else {
-    load_state<__nv_bfloat16>(s, states, row, head, slice);
-  }
-}
-
-template <class T>
-__device__ __forceinline__ void store_state(const float (&s)[64], const States& states, int64_t row, int head,
-                                            int slice) {
-  T* base = static_cast<T*>(states.data) + row * states.stride_row + head * states.stride_h;
-#pragma unroll
-  for (int i = 0; i < 64; ++i) {
-    base[(slice * kSliceRows + fragment_row(i)) * states.stride_v + fragment_column(i) * states.stride_k] = T(s[i]);
-  }
-}
-__device__ __forceinline__ void store_state(const float (&s)[64], const States& states, int64_t row, int head,
-                                            int slice) {
-  if (states.dtype == DataType::kFloat32) {
-    store_state<float>(s, states, row, head, slice);
-  } else {
-    store_state<__nv_bfloat16>(s, states, row, head, slice);
-  }
-}
-
-// Fragments in workspace: element quads of the 128 threads side by side, slice after slice.
-__device__ __forceinline__ float4* fragment_quads(unsigned char* data, int64_t index, int slice) {
-  return reinterpret_cast<float4*>(data + index * kStateFloatBytes) + slice * 16 * 128 + threadIdx.x % 128;
-}
-__device__ __forceinline__ void load_fragment(float (&s)[64], unsigned char* data, int64_t index, int slice) {
-  const float4* quads = fragment_quads(data, index, slice);
-#pragma unroll
-  for (int i = 0; i < 16; ++i) *reinterpret_cast<float4*>(s + 4 * i) = quads[i * 128];
-}
-__device__ __forceinline__ void store_fragment(const float (&s)[64], unsigned char* data, int64_t index, int slice) {
-  float4* quads = fragment_quads(data, index, slice);
-#pragma unroll
-  for (int i = 0; i < 16; ++i) quads[i * 128] = *reinterpret_cast<const float4*>(s + 4 * i);
 }
 
 // The block's share of a padding sequence's checkpoints, which have rows like any other's.
