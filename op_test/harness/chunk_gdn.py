@@ -192,9 +192,7 @@ class Call:
         if case.correlated:
             spans = [(0, sum(lengths[:n]), sum(lengths[: n + 1])) if case.packed else (n, 0, length)
                      for n, length in enumerate(lengths)]  # fmt: skip
-            model_o, model_finals = rounded.gated_delta_rule(
-                *tensors, scale, states, spans, case.l2norm, case.dtype
-            )
+            model_o, model_finals = rounded.gated_delta_rule(*tensors, scale, states, spans, case.l2norm, case.dtype)
             tail = model_o.shape[1] - case.tail
             self.rounding = [
                 head_errors(model_o[:, :tail], o[:, :tail], 2).max().item(),
