@@ -82,7 +82,7 @@ def pick(
             refusal = answer
     if refusal is None:
         known = ", ".join(f"{implementation.vendor}/{implementation.arch}" for implementation in policy)
-        reason = f"no implementation for {target} (q is on {device}), there is one for {known}"
+        reason = f"no implementation for {target} ({call._fields[0]} is on {device}), there is one for {known}"
         refusal = Eligibility(False, str(target), reason)
     return None, refusal
 

@@ -45,9 +45,9 @@ def not_a_tensor(name: str, x: object) -> TypeError:
     return TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
 
 
-def wrong_device(name: str, x: Tensor, device: torch.device) -> ValueError:
-    """The error for a tensor that is not where q is."""
-    return ValueError(f"{name} must be on {device} as q, got {x.device}")
+def wrong_device(name: str, x: Tensor, device: torch.device, first: str = "q") -> ValueError:
+    """The error for a tensor that is not where ``first``, the operator's first tensor, is."""
+    return ValueError(f"{name} must be on {device} as {first}, got {x.device}")
 
 
 def wrong_dtype(name: str, x: Tensor, accepted: Collection[torch.dtype]) -> TypeError:
