@@ -76,9 +76,6 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
 
 // ---- copies -------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
 // Coordinates: feature, head, token, batch entry.
 __device__ __forceinline__ void load_tile(void* to, const CUtensorMap* map, int feature, int head, int token, int batch,
                                           uint64_t* barrier) {
