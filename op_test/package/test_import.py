@@ -19,8 +19,10 @@ import atrex
 PUBLIC = {
     "can_use_chunk_gated_delta_rule": "chunk_gdn",
     "can_use_fused_recurrent_gated_delta_rule": "recurrent_gdn",
+    "can_use_gated_rms_norm": "gated_rms_norm",
     "chunk_gated_delta_rule": "chunk_gdn",
     "fused_recurrent_gated_delta_rule": "recurrent_gdn",
+    "gated_rms_norm": "gated_rms_norm",
 }
 
 
@@ -83,6 +85,13 @@ def test_a_proxy_looks_like_its_function(name):
     assert repr(proxy) == f"<function atrex.{name}>"
 
 
+DELTA_RULE = {"scale": None, "initial_state": None, "output_final_state": False}
+# Of each API module: names of the positional arguments without a default, and the defaults of the others.
+POSITIONAL = {
+    "chunk_gdn": (["q", "k", "v", "g", "beta"], DELTA_RULE),
+    "gated_rms_norm": (["x", "weight", "z"], {"eps": 1e-6}),
+    "recurrent_gdn": (["q", "k", "v"], {"g": None, "beta": None} | DELTA_RULE),
+}
 KEYWORDS = {
     "chunk_gdn": {
         "use_qk_l2norm_in_kernel": False,
@@ -92,6 +101,7 @@ KEYWORDS = {
         "checkpoint_every": 0,
         "head_first": False,
     },
+    "gated_rms_norm": {"activation": "silu", "cast_before_weight": False},
     "recurrent_gdn": {
         "A_log": None,
         "a": None,
@@ -112,10 +122,10 @@ KEYWORDS = {
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_signature_is_that_of_the_field(name):
-    positional = ["q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state"]
+    required, defaults = POSITIONAL[PUBLIC[name]]
     parameters = inspect.signature(getattr(atrex, name)).parameters.values()
-    assert [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD] == positional
-    assert [x.default for x in parameters][5:8] == [None, None, False]
+    positional = {x.name: x.default for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD}
+    assert list(positional.items()) == [*((x, inspect.Parameter.empty) for x in required), *defaults.items()]
     assert {x.name: x.default for x in parameters if x.kind is x.KEYWORD_ONLY} == KEYWORDS[PUBLIC[name]]
 
 

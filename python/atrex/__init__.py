@@ -12,10 +12,16 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__ as __version__
 
 __all__ = [
+    "can_use_causal_conv1d_fn",
+    "can_use_causal_conv1d_update",
     "can_use_chunk_gated_delta_rule",
     "can_use_fused_recurrent_gated_delta_rule",
+    "can_use_gated_rms_norm",
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
     "chunk_gated_delta_rule",
     "fused_recurrent_gated_delta_rule",
+    "gated_rms_norm",
 ]
 
 _namespace = globals()
@@ -71,10 +77,22 @@ def _lazy_import_and_call(name: str, load: Callable[[], Any]) -> Any:
     return _LazyFunction(name, load)
 
 
+def _causal_conv1d() -> Any:
+    from .api import causal_conv1d
+
+    return causal_conv1d
+
+
 def _chunk_gdn() -> Any:
     from .api import chunk_gdn
 
     return chunk_gdn
+
+
+def _gated_rms_norm() -> Any:
+    from .api import gated_rms_norm
+
+    return gated_rms_norm
 
 
 def _recurrent_gdn() -> Any:
@@ -84,15 +102,27 @@ def _recurrent_gdn() -> Any:
 
 
 if TYPE_CHECKING:
+    from .api.causal_conv1d import can_use_causal_conv1d_fn as can_use_causal_conv1d_fn
+    from .api.causal_conv1d import can_use_causal_conv1d_update as can_use_causal_conv1d_update
+    from .api.causal_conv1d import causal_conv1d_fn as causal_conv1d_fn
+    from .api.causal_conv1d import causal_conv1d_update as causal_conv1d_update
     from .api.chunk_gdn import can_use_chunk_gated_delta_rule as can_use_chunk_gated_delta_rule
     from .api.chunk_gdn import chunk_gated_delta_rule as chunk_gated_delta_rule
+    from .api.gated_rms_norm import can_use_gated_rms_norm as can_use_gated_rms_norm
+    from .api.gated_rms_norm import gated_rms_norm as gated_rms_norm
     from .api.recurrent_gdn import (
         can_use_fused_recurrent_gated_delta_rule as can_use_fused_recurrent_gated_delta_rule,
     )
     from .api.recurrent_gdn import fused_recurrent_gated_delta_rule as fused_recurrent_gated_delta_rule
 else:
+    can_use_causal_conv1d_fn = _lazy_import_and_call("can_use_causal_conv1d_fn", _causal_conv1d)
+    can_use_causal_conv1d_update = _lazy_import_and_call("can_use_causal_conv1d_update", _causal_conv1d)
+    causal_conv1d_fn = _lazy_import_and_call("causal_conv1d_fn", _causal_conv1d)
+    causal_conv1d_update = _lazy_import_and_call("causal_conv1d_update", _causal_conv1d)
     can_use_chunk_gated_delta_rule = _lazy_import_and_call("can_use_chunk_gated_delta_rule", _chunk_gdn)
     chunk_gated_delta_rule = _lazy_import_and_call("chunk_gated_delta_rule", _chunk_gdn)
+    can_use_gated_rms_norm = _lazy_import_and_call("can_use_gated_rms_norm", _gated_rms_norm)
+    gated_rms_norm = _lazy_import_and_call("gated_rms_norm", _gated_rms_norm)
     can_use_fused_recurrent_gated_delta_rule = _lazy_import_and_call(
         "can_use_fused_recurrent_gated_delta_rule", _recurrent_gdn
     )
