@@ -20,7 +20,7 @@ ARCH_OF_VENDOR = {
 }
 LANGUAGES = {"ck", "cuda", "cute", "cutedsl", "cutlass", "flydsl", "gluon", "hip", "tilelang", "triton"}
 NO_SEMANTICS = LANGUAGES | {"backend", "dsl", "rocm", "runtime"} | set(ARCH_OF_VENDOR)
-TESTS_OF_NO_TARGET = {"fallback", "harness", "package"}
+TESTS_OF_NO_TARGET = {"fallback", "harness", "integrations", "package"}
 COMMON = "common_utils"
 
 
