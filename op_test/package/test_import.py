@@ -17,9 +17,13 @@ import atrex
 
 # The API module of each public function.
 PUBLIC = {
+    "can_use_causal_conv1d_fn": "causal_conv1d",
+    "can_use_causal_conv1d_update": "causal_conv1d",
     "can_use_chunk_gated_delta_rule": "chunk_gdn",
     "can_use_fused_recurrent_gated_delta_rule": "recurrent_gdn",
     "can_use_gated_rms_norm": "gated_rms_norm",
+    "causal_conv1d_fn": "causal_conv1d",
+    "causal_conv1d_update": "causal_conv1d",
     "chunk_gated_delta_rule": "chunk_gdn",
     "fused_recurrent_gated_delta_rule": "recurrent_gdn",
     "gated_rms_norm": "gated_rms_norm",
@@ -86,14 +90,34 @@ def test_a_proxy_looks_like_its_function(name):
 
 
 DELTA_RULE = {"scale": None, "initial_state": None, "output_final_state": False}
-# Of each API module: names of the positional arguments without a default, and the defaults of the others.
+# Of each function: names of the positional arguments without a default, and the defaults of the others.
 POSITIONAL = {
-    "chunk_gdn": (["q", "k", "v", "g", "beta"], DELTA_RULE),
+    "causal_conv1d_fn": (["x", "weight"], {"bias": None}),
+    "causal_conv1d_update": (["x", "conv_state", "weight"], {"bias": None, "activation": None}),
+    "chunk_gated_delta_rule": (["q", "k", "v", "g", "beta"], DELTA_RULE),
     "gated_rms_norm": (["x", "weight", "z"], {"eps": 1e-6}),
-    "recurrent_gdn": (["q", "k", "v"], {"g": None, "beta": None} | DELTA_RULE),
+    "fused_recurrent_gated_delta_rule": (["q", "k", "v"], {"g": None, "beta": None} | DELTA_RULE),
 }
 KEYWORDS = {
-    "chunk_gdn": {
+    "causal_conv1d_fn": {
+        "activation": None,
+        "initial_states": None,
+        "return_final_states": False,
+        "query_start_loc": None,
+        "conv_states": None,
+        "cache_indices": None,
+        "has_initial_state": None,
+        "initial_state_indices": None,
+        "pad_slot_id": -1,
+    },
+    "causal_conv1d_update": {
+        "conv_state_indices": None,
+        "query_start_loc": None,
+        "num_accepted_tokens": None,
+        "initial_state_indices": None,
+        "pad_slot_id": -1,
+    },
+    "chunk_gated_delta_rule": {
         "use_qk_l2norm_in_kernel": False,
         "cu_seqlens": None,
         "state_v_first": False,
@@ -102,7 +126,7 @@ KEYWORDS = {
         "head_first": False,
     },
     "gated_rms_norm": {"activation": "silu", "cast_before_weight": False},
-    "recurrent_gdn": {
+    "fused_recurrent_gated_delta_rule": {
         "A_log": None,
         "a": None,
         "b": None,
@@ -122,11 +146,12 @@ KEYWORDS = {
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_signature_is_that_of_the_field(name):
-    required, defaults = POSITIONAL[PUBLIC[name]]
+    function = name.removeprefix("can_use_")
+    required, defaults = POSITIONAL[function]
     parameters = inspect.signature(getattr(atrex, name)).parameters.values()
     positional = {x.name: x.default for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD}
     assert list(positional.items()) == [*((x, inspect.Parameter.empty) for x in required), *defaults.items()]
-    assert {x.name: x.default for x in parameters if x.kind is x.KEYWORD_ONLY} == KEYWORDS[PUBLIC[name]]
+    assert {x.name: x.default for x in parameters if x.kind is x.KEYWORD_ONLY} == KEYWORDS[function]
 
 
 def test_first_use_replaces_the_proxy():
