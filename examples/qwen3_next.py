@@ -1,35 +1,40 @@
 """HF transformers' Qwen3-Next with `atrex` in its linear attention.
 
 One period of Qwen3-Next (three linear-attention layers, one full-attention layer) with random weights reads the
-opening of "Alice's Adventures in Wonderland" (Lewis Carroll, 1865, in the public domain), a byte a token: once with
-transformers' own gated delta rule, once with `atrex.chunk_gated_delta_rule` in its place. The example prints which
-implementation served, how far the logits are apart, and both times. On a GPU the layers have the sizes of
+opening of "Alice's Adventures in Wonderland" (Lewis Carroll, 1865, in the public domain), a byte a token, and writes on
+greedily: once with transformers' own gated delta rules, once with those of `atrex`, which
+`atrex.integrations.transformers` puts in their place. The example prints which implementation served, how far the
+logits are apart, how many of the written tokens are the same, and both times. On a GPU the layers have the sizes of
 Qwen3-Next-80B and compute in bfloat16; on a CPU they have a quarter of the heads and of the width, in float32.
 
     python qwen3_next.py [--device cpu|cuda]
 
-Exits with 1 if the logits are too far apart or if a linear-attention layer was not served by `atrex`.
+Exits with 1 if the logits are too far apart, if tokens that were written in float32 differ, or if a linear-attention
+layer was not served by `atrex`.
 """
 
 import argparse
 import collections
 import contextlib
+import inspect
 import math
 import pathlib
 import statistics
 import sys
 import time
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import transformers
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 import atrex
+from atrex.integrations.transformers import enabled
 
 TEXT = pathlib.Path(__file__).with_name("alice.txt")
 REPEATS = 3
-OWN = modeling_qwen3_next.torch_chunk_gated_delta_rule
+WRITTEN = 16
 
 
 class Setup(NamedTuple):
@@ -47,27 +52,6 @@ SETUPS = {
     "cpu": Setup(torch.float32, width=1 / 4, tokens=1000, bound=1e-5),
     "cuda": Setup(torch.bfloat16, width=1, tokens=None, bound=4e-2),
 }
-
-# The keywords of transformers' layers that both operators take. More come along, meant for other layers.
-KEYWORDS = ("g", "beta", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens")
-
-
-def through_atrex(query, key, value, **keywords):
-    """`atrex.chunk_gated_delta_rule` in the way that transformers calls its own."""
-    return atrex.chunk_gated_delta_rule(query, key, value, **{name: keywords[name] for name in KEYWORDS})
-
-
-@contextlib.contextmanager
-def served_by(operator):
-    """Lets `operator` serve all linear-attention layers of Qwen3-Next for the time of a `with`.
-
-    The layers look this global of their module up in each forward pass, so models that exist already switch too.
-    """
-    modeling_qwen3_next.torch_chunk_gated_delta_rule = operator
-    try:
-        yield
-    finally:
-        modeling_qwen3_next.torch_chunk_gated_delta_rule = OWN
 
 
 def build_model(device, dtype, width):
@@ -98,43 +82,51 @@ def build_model(device, dtype, width):
     return model
 
 
-def read(model, operator, ids, **inputs):
-    """The logits of `ids` with `operator` in the linear-attention layers, and what these layers called it with."""
-    calls = []
+def read(model, ids, **inputs):
+    """The logits of `ids`."""
+    with torch.inference_mode():
+        return model(ids, **inputs).logits.float()
 
-    def recording(*qkv, **keywords):
-        calls.append((qkv, {name: keywords[name] for name in KEYWORDS}))
-        return operator(*qkv, **keywords)
 
-    with torch.inference_mode(), served_by(recording):
-        return model(ids, **inputs).logits.float(), calls
+def write(model, ids):
+    """What the model writes after `ids`, always its likeliest token."""
+    with torch.inference_mode():
+        written = model.generate(ids, max_new_tokens=WRITTEN, min_new_tokens=WRITTEN, do_sample=False)
+    return written[:, ids.shape[1] :]
+
+
+@contextlib.contextmanager
+def recorded(name):
+    """The calls that reach the public operator `name`, and go on to it."""
+    operator = inspect.unwrap(getattr(atrex, name))  # before its first use a proxy stands there
+    with mock.patch.object(atrex, name, wraps=operator) as record:
+        yield record.call_args_list
 
 
 def implementation(call):
     """What serves the call of a layer, in words."""
-    qkv, keywords = call
     with torch.inference_mode():
-        answer = atrex.can_use_chunk_gated_delta_rule(*qkv, **keywords)
+        answer = atrex.can_use_chunk_gated_delta_rule(*call.args, **call.kwargs)
     return f"kernel {answer.target}" if answer else f"fallback, because {answer.reason}"
 
 
-def compare_times(label, run, device):
-    """Prints a line of the table: the medians of `run` with both operators, taken in turns; a dot shows each round."""
+def compare_times(label, own, ours, device):
+    """Prints a line of the table: the medians of both functions, called in turns; a dot shows each round."""
     print(f"{label} ", end="", flush=True)
     rounds = []
     for _ in range(1 + REPEATS):
         seconds = []
-        for operator in (OWN, through_atrex):
+        for run in (own, ours):
             start = time.perf_counter()
             with torch.inference_mode():
-                run(operator)
+                run()
             if device == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
         rounds.append(seconds)
         print(".", end="", flush=True)
-    own, ours = (statistics.median(column) for column in zip(*rounds[1:], strict=True))  # the first one warms up
-    print(f" {own * 1e3:12.2f} ms {ours * 1e3:9.2f} ms {own / ours:7.2f}x", flush=True)
+    before, after = (statistics.median(column) for column in zip(*rounds[1:], strict=True))  # the first one warms up
+    print(f" {before * 1e3:12.2f} ms {after * 1e3:9.2f} ms {before / after:7.2f}x", flush=True)
 
 
 def main(arguments=None):
@@ -156,30 +148,44 @@ def main(arguments=None):
     print(f"text    {text.partition(b' by ')[0].decode()} ... ({len(text)} bytes, a token each)")
     print(f"device  {place}, {str(setup.dtype).removeprefix('torch.')}", flush=True)
 
-    expected, _ = read(model, OWN, ids)
-    logits, calls = read(model, through_atrex, ids)
+    expected = read(model, ids)
+    with enabled(), recorded("chunk_gated_delta_rule") as calls:
+        logits = read(model, ids)
     for served, count in collections.Counter(map(implementation, calls)).items():
         print(f"served  {count} of {layers} layers by atrex: {served}")
     difference = ((logits - expected).abs().max() / expected.abs().max()).item()
     print(f"logits  at most {difference:.1e} of the largest apart, accepted {setup.bound:.0e}", flush=True)
-    if len(calls) != layers:
-        print(f"FAILED: {layers - len(calls)} of {layers} linear-attention layers passed atrex by", file=sys.stderr)
+    expected = write(model, ids)
+    with enabled(), recorded("fused_recurrent_gated_delta_rule") as steps:
+        same = (write(model, ids) == expected).sum().item()
+    print(f"tokens  {same} of {WRITTEN} written ones are the same", flush=True)
+    # The first written token comes of reading.
+    if len(calls) != layers or len(steps) != layers * (WRITTEN - 1):
+        print(
+            f"FAILED: atrex served {len(calls)} of {layers} layers in reading and {len(steps)} of "
+            f"{layers * (WRITTEN - 1)} in writing",
+            file=sys.stderr,
+        )
         return 1
     if not difference <= setup.bound:  # so that NaN fails too
         print("FAILED: the logits are too far apart", file=sys.stderr)
         return 1
-
-    def forward(operator):
-        with served_by(operator):
-            model(ids)
+    if setup.dtype is torch.float32 and same != WRITTEN:  # in bfloat16 two likely tokens may be closer than the bound
+        print("FAILED: the written tokens differ", file=sys.stderr)
+        return 1
 
     def rules(operator):
-        for qkv, keywords in calls:
-            operator(*qkv, **keywords)
+        for call in calls:
+            operator(*call.args, **call.kwargs)
 
     print(f"\n{f'median of {REPEATS} runs':32}{'transformers':>15} {'atrex':>12}")
-    compare_times("whole forward pass        ", forward, device)
-    compare_times("its gated delta rules only", rules, device)
+    own = modeling_qwen3_next.torch_chunk_gated_delta_rule
+    for label, before, after in (
+        ("whole forward pass        ", lambda: read(model, ids), enabled()(lambda: read(model, ids))),
+        ("its gated delta rules only", lambda: rules(own), lambda: rules(atrex.chunk_gated_delta_rule)),
+        (f"forward pass, {WRITTEN} tokens   ", lambda: write(model, ids), enabled()(lambda: write(model, ids))),
+    ):
+        compare_times(label, before, after, device)
 
     return 0
 
