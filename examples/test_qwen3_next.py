@@ -35,7 +35,7 @@ def test_the_example_on_this_machine(capsys):
     for line in (
         "whole forward pass         ....",
         "its gated delta rules only ....",
-        "forward pass, 16 tokens    ....",
+        "reading 100, writing 16    ....",
     ):
         assert line in printed
 
