@@ -22,11 +22,13 @@ PUBLIC = {
     "can_use_chunk_gated_delta_rule": "chunk_gdn",
     "can_use_fused_recurrent_gated_delta_rule": "recurrent_gdn",
     "can_use_gated_rms_norm": "gated_rms_norm",
+    "can_use_gdn_prepare": "gdn_prepare",
     "causal_conv1d_fn": "causal_conv1d",
     "causal_conv1d_update": "causal_conv1d",
     "chunk_gated_delta_rule": "chunk_gdn",
     "fused_recurrent_gated_delta_rule": "recurrent_gdn",
     "gated_rms_norm": "gated_rms_norm",
+    "gdn_prepare": "gdn_prepare",
 }
 
 
@@ -96,6 +98,10 @@ POSITIONAL = {
     "causal_conv1d_update": (["x", "conv_state", "weight"], {"bias": None, "activation": None}),
     "chunk_gated_delta_rule": (["q", "k", "v", "g", "beta"], DELTA_RULE),
     "gated_rms_norm": (["x", "weight", "z"], {"eps": 1e-6}),
+    "gdn_prepare": (
+        ["conv_output", "a", "b", "A_log", "dt_bias", "num_k_heads", "head_k_dim", "head_v_dim"],
+        {"apply_l2norm": True},
+    ),
     "fused_recurrent_gated_delta_rule": (["q", "k", "v"], {"g": None, "beta": None} | DELTA_RULE),
 }
 KEYWORDS = {
@@ -126,6 +132,7 @@ KEYWORDS = {
         "head_first": False,
     },
     "gated_rms_norm": {"activation": "silu", "cast_before_weight": False},
+    "gdn_prepare": {},
     "fused_recurrent_gated_delta_rule": {
         "A_log": None,
         "a": None,

@@ -17,11 +17,13 @@ __all__ = [
     "can_use_chunk_gated_delta_rule",
     "can_use_fused_recurrent_gated_delta_rule",
     "can_use_gated_rms_norm",
+    "can_use_gdn_prepare",
     "causal_conv1d_fn",
     "causal_conv1d_update",
     "chunk_gated_delta_rule",
     "fused_recurrent_gated_delta_rule",
     "gated_rms_norm",
+    "gdn_prepare",
 ]
 
 _namespace = globals()
@@ -95,6 +97,12 @@ def _gated_rms_norm() -> Any:
     return gated_rms_norm
 
 
+def _gdn_prepare() -> Any:
+    from .api import gdn_prepare
+
+    return gdn_prepare
+
+
 def _recurrent_gdn() -> Any:
     from .api import recurrent_gdn
 
@@ -110,6 +118,8 @@ if TYPE_CHECKING:
     from .api.chunk_gdn import chunk_gated_delta_rule as chunk_gated_delta_rule
     from .api.gated_rms_norm import can_use_gated_rms_norm as can_use_gated_rms_norm
     from .api.gated_rms_norm import gated_rms_norm as gated_rms_norm
+    from .api.gdn_prepare import can_use_gdn_prepare as can_use_gdn_prepare
+    from .api.gdn_prepare import gdn_prepare as gdn_prepare
     from .api.recurrent_gdn import (
         can_use_fused_recurrent_gated_delta_rule as can_use_fused_recurrent_gated_delta_rule,
     )
@@ -123,6 +133,8 @@ else:
     chunk_gated_delta_rule = _lazy_import_and_call("chunk_gated_delta_rule", _chunk_gdn)
     can_use_gated_rms_norm = _lazy_import_and_call("can_use_gated_rms_norm", _gated_rms_norm)
     gated_rms_norm = _lazy_import_and_call("gated_rms_norm", _gated_rms_norm)
+    can_use_gdn_prepare = _lazy_import_and_call("can_use_gdn_prepare", _gdn_prepare)
+    gdn_prepare = _lazy_import_and_call("gdn_prepare", _gdn_prepare)
     can_use_fused_recurrent_gated_delta_rule = _lazy_import_and_call(
         "can_use_fused_recurrent_gated_delta_rule", _recurrent_gdn
     )

@@ -1,0 +1,89 @@
+"""The checked call that ``api/gdn_prepare.py`` hands to an implementation, and its checks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._check import DOUBLE_DTYPES, SINGLE_DTYPES, not_a_tensor, wrong_device, wrong_dtype, wrong_shape
+
+
+class GdnPrepareCall(NamedTuple):
+    """Arguments of ``gdn_prepare`` after their checks, and the sizes.
+
+    An implementation returns ``(q, k, v, g, beta)``: v a view of ``conv_output``, so are q and k without
+    ``apply_l2norm``; all others new and contiguous.
+
+    Guaranteed: all tensors on one device, shapes and dtypes of the public docstring. Not guaranteed: strides and
+    alignment.
+    """
+
+    conv_output: Tensor
+    a: Tensor
+    b: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+    apply_l2norm: bool
+    H: int
+    HV: int
+    K: int
+    V: int
+    needs_grad: bool  # grad mode is on and an input requires grad
+
+
+def check(
+    conv_output: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    num_k_heads: int,
+    head_k_dim: int,
+    head_v_dim: int,
+    apply_l2norm: bool,
+) -> GdnPrepareCall:
+    """Reject what the contract rejects. This runs before every launch: nothing is formatted on the good path."""
+    if not isinstance(conv_output, Tensor):
+        raise not_a_tensor("conv_output", conv_output)
+    device, dtype = conv_output.device, conv_output.dtype
+    inputs, gates, _ = DOUBLE_DTYPES if dtype is torch.float64 else SINGLE_DTYPES
+    if dtype not in inputs:
+        raise wrong_dtype("conv_output", conv_output, inputs)
+    for name, size in (("num_k_heads", num_k_heads), ("head_k_dim", head_k_dim), ("head_v_dim", head_v_dim)):
+        if type(size) is not int:
+            raise TypeError(f"{name} must be an int, got {type(size).__name__}")
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    H, K, V = num_k_heads, head_k_dim, head_v_dim
+    shape = conv_output.shape
+    if len(shape) not in (2, 3):
+        raise wrong_shape("conv_output", conv_output, "[T, C] or [B, T, C]")
+    HV, rest = divmod(shape[-1] - 2 * H * K, V)
+    if rest or HV < 1 or HV % H:
+        accepted = f"[T, C] or [B, T, C] with C=2*H*K+HV*V, H={H}, K={K}, V={V} and HV a multiple of H"
+        raise wrong_shape("conv_output", conv_output, accepted)
+    tokens = (*shape[:-1], HV)
+    _check_gate("a", a, device, gates, tokens)
+    _check_gate("b", b, device, gates, tokens)
+    _check_gate("A_log", A_log, device, gates, (HV,))
+    _check_gate("dt_bias", dt_bias, device, gates, (HV,))
+    needs_grad = torch.is_grad_enabled() and (
+        conv_output.requires_grad or a.requires_grad or b.requires_grad or A_log.requires_grad or dt_bias.requires_grad
+    )
+    return GdnPrepareCall(conv_output, a, b, A_log, dt_bias, bool(apply_l2norm), H, HV, K, V, needs_grad)
+
+
+def _check_gate(
+    name: str, x: object, device: torch.device, accepted: frozenset[torch.dtype], shape: tuple[int, ...]
+) -> None:
+    if not isinstance(x, Tensor):
+        raise not_a_tensor(name, x)
+    if x.device != device:
+        raise wrong_device(name, x, device, "conv_output")
+    if x.dtype not in accepted:
+        raise wrong_dtype(name, x, accepted)
+    if x.shape != shape:
+        names = ("B", "T", "HV")[-len(shape) :] if len(shape) > 1 else ("HV",)
+        raise wrong_shape(name, x, f"[{', '.join(f'{n}={size}' for n, size in zip(names, shape, strict=True))}]")
