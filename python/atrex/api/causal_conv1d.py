@@ -58,9 +58,10 @@ def causal_conv1d_fn(
         initial_states: ``[N, C, W - 1]``, dtype of x, any strides; zeros if None.
         return_final_states: Whether to return the last W - 1 tokens of each sequence too.
         query_start_loc: Offsets ``[N + 1]`` of packed sequences, rising from 0, int32 or int64, contiguous, on the
-            device of x; B must be 1. Lengths of 0 are allowed. Tokens from ``query_start_loc[-1]`` on are padding: their
-            outputs are 0. On a CPU malformed offsets are an error. On a GPU values are not checked: each is clamped to
-            [0, T], and the outputs and states of malformed ones are not defined, but no other memory is touched.
+            device of x; B must be 1. Lengths of 0 are allowed. Outputs of tokens from ``query_start_loc[-1]`` on, which
+            are padding, are 0. On a CPU malformed offsets are an error. On a GPU values are not checked: each is
+            clamped to [0, T], and the outputs and states of malformed ones are not defined, but no other memory is
+            touched.
         conv_states: The pool ``[P, C, W - 1]``, or ``[N, C, W - 1]`` without ``cache_indices``; dtype of x, any
             strides. Written in place, outside of autograd.
         cache_indices: Slot ``[N]`` of each sequence, int32 or int64, any stride, each slot once at most.
