@@ -8,7 +8,7 @@
 The layers look their operators up in their module, in each forward pass. `enable` replaces these globals, so models
 that exist switch as well as those that are built later; parameters, caches and configurations stay what they are.
 Served are prefill, decode and reading on from a cache, by `chunk_gated_delta_rule` and
-`fused_recurrent_gated_delta_rule`.
+`fused_recurrent_gated_delta_rule`; convolution, gating and norm stay transformers' own.
 
 Packed texts: pass `cu_seq_lens_q`, their offsets `[N + 1]` from 0, to the model. No text sees another in these layers
 then, in their convolution either. The full-attention layers have rules of their own: eager and SDPA attention need
