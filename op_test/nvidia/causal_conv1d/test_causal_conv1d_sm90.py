@@ -181,7 +181,7 @@ def test_malformed_indices_counts_and_offsets_touch_nothing_else(dtype):
     values = functools.partial(torch.tensor, dtype=dtype, device=DEVICE)
     out = update(x, pool, weight, conv_state_indices=values([*extremes, 0]))
     assert not out[:-1].any() and out[-1].any()
-    counts = values([*extremes[:1], *extremes[1:], 2])
+    counts = values([*extremes, 2])
     out = update(x, pool, weight, conv_state_indices=values([1] * N), num_accepted_tokens=counts)
     assert not out[:-1].any() and out[-1].any()
     narrow = pool[..., :3]
