@@ -91,6 +91,17 @@ def test_a_proxy_looks_like_its_function(name):
     assert repr(proxy) == f"<function atrex.{name}>"
 
 
+def test_a_proxy_steps_aside_for_its_function_alone(monkeypatch):
+    from atrex.api import chunk_gdn
+
+    name, function = "chunk_gated_delta_rule", chunk_gdn.chunk_gated_delta_rule
+    for standing in (None, object()):  # the proxy itself, then a mock in its place
+        proxy = atrex._lazy_import_and_call(name, lambda: chunk_gdn)
+        monkeypatch.setattr(atrex, name, standing or proxy)
+        assert inspect.unwrap(proxy) is function
+        assert getattr(atrex, name) is (standing or function)
+
+
 DELTA_RULE = {"scale": None, "initial_state": None, "output_final_state": False}
 # Of each function: names of the positional arguments without a default, and the defaults of the others.
 POSITIONAL = {

@@ -46,7 +46,8 @@ class _LazyFunction:
         function = self._function
         if function is None:
             function = self._function = getattr(self._load(), self.__name__)
-            _namespace[self.__name__] = function  # later look-ups of the public name meet no proxy
+            if _namespace.get(self.__name__) is self:  # and no mock or wrapper that somebody has put there
+                _namespace[self.__name__] = function  # later look-ups of the public name meet no proxy
         return function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
