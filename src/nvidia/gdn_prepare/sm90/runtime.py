@@ -18,14 +18,19 @@ def _gate(x: torch.Tensor) -> tuple[int, ...]:
 def gdn_prepare(call):
     """Serve a checked call; see ``atrex.gdn_prepare``. Launches on the current stream."""
     x, H, HV = call.conv_output, call.H, call.HV
-    where, shape, strides = x.device, x.shape, x.stride()
-    tokens, columns = shape[:-1], H * 128
-    v = x[..., 2 * columns :].unflatten(-1, (HV, call.V))
+    where, dtype, shape, strides = x.device, x.dtype, x.shape, x.stride()
+    tokens, steps, columns = shape[:-1], strides[:-1], H * 128
+    start = x.storage_offset()
+    # as_strided is one step, a slice and its unflatten are two slow ones; empty_like is the cheapest way to allocate.
+    v = x.as_strided((*tokens, HV, call.V), (*steps, call.V, 1), start + 2 * columns)
+    heads = (*tokens, H, 128)
     if call.apply_l2norm:
-        q, k = torch.empty((2, *tokens, H, 128), dtype=x.dtype, device=where).unbind()
+        q = x.new_empty(heads)
+        k = torch.empty_like(q)
     else:
-        q, k = (part.unflatten(-1, (H, 128)) for part in (x[..., :columns], x[..., columns : 2 * columns]))
-    g, beta = torch.empty((2, *tokens, HV), dtype=torch.float32, device=where).unbind()
+        q, k = (x.as_strided(heads, (*steps, 128, 1), start + part) for part in (0, columns))
+    g = torch.empty((*tokens, HV), dtype=torch.float32, device=where)
+    beta = torch.empty_like(g)
     if g.numel():
         device = where.index
         _native.forward(
@@ -39,7 +44,7 @@ def gdn_prepare(call):
             _gate(call.dt_bias),
             g.data_ptr(),
             beta.data_ptr(),
-            x.dtype is torch.float16,
+            dtype is torch.float16,
             device,
             current_stream(device),
         )
