@@ -71,7 +71,7 @@ def _make_venv(rctx):
     requirements = rctx.path(Label("//third_party/python:requirements.txt"))
     rctx.watch(requirements)
 
-    # Bazel shows no progress of a repository rule, and this one downloads some 400 MB.
+    # Bazel shows no progress of a repository rule, and this one downloads some 280 MB.
     print("Installing third_party/python/requirements.txt into a virtual environment (about a minute)")  # buildifier: disable=print
     made = rctx.execute([base, "-m", "venv", "venv"], timeout = 5 * _MINUTE)
     if made.return_code:
