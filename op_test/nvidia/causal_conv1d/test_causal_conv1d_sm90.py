@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import pathlib
-import statistics
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ import torch
 import atrex
 from harness import modes, poison
 from harness.causal_conv1d import PREFILL, UPDATE, PrefillCase, UpdateCase, assert_close, convolve, draw
+from harness.throughput import L2_BYTES, graph_us
 
 DEVICE = "cuda:0"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -344,27 +344,6 @@ def sanitize():
 
 # ---- speed ----------------------------------------------------------------------------------------------------------
 
-_L2_BYTES = 64 << 20
-
-
-def graph_us(calls, repeats=9):
-    """GPU time of one of ``calls``, which together move several times the L2 and so find nothing of theirs in it."""
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        _results = [call() for call in calls]  # held, or later calls would write where earlier ones have
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times)
-
 
 @functools.cache
 def copy_bandwidth():
@@ -377,14 +356,14 @@ def copy_bandwidth():
 
 def prefill_us(T, C, call=fn):
     weight = randn(C, 4, seed=54)
-    count = max(2, min(16, 4 * _L2_BYTES // (4 * T * C)))
+    count = max(2, min(16, 4 * L2_BYTES // (4 * T * C)))
     return graph_us([functools.partial(call, tokens(1, T, C, 55 + i), weight, activation="silu") for i in range(count)])
 
 
 def decode_us(B, C, columns, call=update):
     """transformers' layout for four columns, vLLM's for three."""
     weight = randn(C, 4, seed=75)
-    count = max(4, min(256, 4 * _L2_BYTES // (2 * B * C * (2 + 2 * columns))))
+    count = max(4, min(256, 4 * L2_BYTES // (2 * B * C * (2 + 2 * columns))))
     states = [randn(B, C, columns, seed=76) for _ in range(count)]
     states = states if columns == 4 else [state.mT.contiguous().mT for state in states]
     xs = [randn(B, C, seed=77) for _ in range(count)]

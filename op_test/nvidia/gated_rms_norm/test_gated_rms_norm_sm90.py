@@ -12,10 +12,8 @@ import logging
 import os
 import pathlib
 import random
-import statistics
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -24,6 +22,7 @@ import atrex
 from harness import gated_norm, modes, poison
 from harness.compare import assert_heads_close
 from harness.gated_norm import CHOICES, LIMITS, Case, differing, expected
+from harness.throughput import L2_BYTES, copy_bandwidth, graph_us, host_us
 
 DEVICE = "cuda:0"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -253,44 +252,6 @@ def sanitize():
 
 # ---- speed ----------------------------------------------------------------------------------------------------------
 
-_L2_BYTES = 64 << 20
-
-
-def graph_us(calls, repeats=9):
-    """GPU time of one of ``calls``, which together move several times the L2 and so find nothing of theirs in it."""
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        _results = [call() for call in calls]  # held, or later calls would write where earlier ones have
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times)
-
-
-@functools.cache
-def copy_bandwidth():
-    """Bytes read and written a second by a copy of 2 GiB within the GPU: the best of a plain copy and of a kernel."""
-    x = torch.zeros(1 << 29, device=DEVICE)
-    y = torch.empty_like(x)
-    times = []
-    for copy in (lambda: y.copy_(x), lambda: torch.neg(x, out=y)):
-        for _ in range(12):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            copy()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e-3)
-    return 2 * x.numel() * x.itemsize / min(times)
-
 
 def bytes_of(T, HV):
     return 3 * T * HV * 128 * 2
@@ -298,7 +259,7 @@ def bytes_of(T, HV):
 
 def norm_us(call, T, HV, apart=8):
     """``call(x, weight, z)`` on the rows of T tokens, where z is a part of a projection that is wider by ``apart``."""
-    sets = max(4, min(128, 4 * _L2_BYTES // bytes_of(T, HV)))
+    sets = max(4, min(128, 4 * L2_BYTES // bytes_of(T, HV)))
     x = torch.randn(sets, T, HV, 128, dtype=BF16, device=DEVICE)
     z = torch.randn(sets, T, HV + apart, 128, dtype=BF16, device=DEVICE)[:, :, apart:]
     weight = torch.ones(128, dtype=BF16, device=DEVICE)
@@ -318,17 +279,6 @@ def test_one_token_under_5_us():
     us = norm_us(norm, 1, 32)
     print(f"one token: {us:.2f} us")
     assert us < 5
-
-
-def host_us(call, count=400):
-    times = []
-    for _ in range(15):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        times.append((time.perf_counter() - start) / count * 1e6)
-    return min(times)
 
 
 def test_host_cost_of_an_eager_call():

@@ -12,10 +12,8 @@ import logging
 import os
 import pathlib
 import random
-import statistics
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -24,6 +22,7 @@ import atrex
 from harness import modes, poison
 from harness.compare import assert_heads_close
 from harness.prepare import CHOICES, Case
+from harness.throughput import L2_BYTES, copy_bandwidth, graph_us, host_us
 
 DEVICE = "cuda:0"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -244,44 +243,6 @@ def sanitize():
 
 # ---- speed ----------------------------------------------------------------------------------------------------------
 
-_L2_BYTES = 64 << 20
-
-
-def graph_us(calls, repeats=9):
-    """GPU time of one of ``calls``, which together move several times the L2 and so find nothing of theirs in it."""
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        _results = [call() for call in calls]  # held, or later calls would write where earlier ones have
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times)
-
-
-@functools.cache
-def copy_bandwidth():
-    """Bytes read and written a second by a copy of 2 GiB within the GPU: the best of a plain copy and of a kernel."""
-    x = torch.zeros(1 << 29, device=DEVICE)
-    y = torch.empty_like(x)
-    times = []
-    for copy in (lambda: y.copy_(x), lambda: torch.neg(x, out=y)):
-        for _ in range(12):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            copy()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e-3)
-    return 2 * x.numel() * x.itemsize / min(times)
-
 
 def bytes_of(T, H, HV, gate=2):
     """q and k read and written, a and b read, g and beta written in float32."""
@@ -289,7 +250,7 @@ def bytes_of(T, H, HV, gate=2):
 
 
 def prepare_us(T, H, HV):
-    sets = max(4, min(128, 4 * _L2_BYTES // bytes_of(T, H, HV)))
+    sets = max(4, min(128, 4 * L2_BYTES // bytes_of(T, H, HV)))
     made = arguments_of([T], H, HV)
     x = made["conv_output"].expand(sets, -1, -1).clone()
     return graph_us([functools.partial(prepare, **made | {"conv_output": x[i]}) for i in range(sets)])
@@ -308,17 +269,6 @@ def test_one_token_under_5_us():
     us = prepare_us(1, 16, 32)
     print(f"one token: {us:.2f} us")
     assert us < 5
-
-
-def host_us(call, count=400):
-    times = []
-    for _ in range(15):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        times.append((time.perf_counter() - start) / count * 1e6)
-    return min(times)
 
 
 def test_host_cost_of_an_eager_call():

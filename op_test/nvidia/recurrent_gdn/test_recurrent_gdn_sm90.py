@@ -12,10 +12,8 @@ import logging
 import os
 import pathlib
 import random
-import statistics
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -25,6 +23,7 @@ import atrex
 from harness import inputs, modes, poison, reference
 from harness.compare import assert_heads_close, head_errors
 from harness.recurrent import CHOICES, Case
+from harness.throughput import L2_BYTES, copy_bandwidth, graph_us, host_us
 
 DEVICE = "cuda:0"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -441,48 +440,10 @@ def sanitize():
 
 # ---- speed ----------------------------------------------------------------------------------------------------------
 
-_L2_BYTES = 64 << 20
-
-
-def graph_us(calls, repeats=9):
-    """GPU time of one of ``calls``, which together move several times the L2 and so find nothing of theirs in it."""
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        _results = [call() for call in calls]  # held, or later calls would write where earlier ones have
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times)
-
-
-@functools.cache
-def copy_bandwidth():
-    """Bytes read and written a second by a copy of 2 GiB within the GPU: the best of a plain copy and of a kernel."""
-    x = torch.zeros(1 << 29, device=DEVICE)
-    y = torch.empty_like(x)
-    times = []
-    for copy in (lambda: y.copy_(x), lambda: torch.neg(x, out=y)):
-        for _ in range(12):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            copy()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e-3)
-    return 2 * x.numel() * x.itemsize / min(times)
-
 
 def decode_tensors(B, H, HV, state, seed=40):
     """Inputs of a decode step, and a pool with slots for so many steps that no step finds its states in the L2."""
-    steps = max(4, min(256, 4 * _L2_BYTES // (B * HV * 128 * 128 * state.itemsize)))
+    steps = max(4, min(256, 4 * L2_BYTES // (B * HV * 128 * 128 * state.itemsize)))
     tokens = make_inputs(B, 1, H, HV, seed=seed, unit_keys=False)
     pool = torch.empty(B * steps, HV, 128, 128, dtype=state, device=DEVICE).normal_(0, 0.1)
     slots = torch.randperm(B * steps, device=DEVICE, dtype=torch.int32).view(steps, B)
@@ -521,17 +482,6 @@ def test_one_sequence_under_5_us():
         us = decode_us(1, 16, 32, state, True)
         print(f"B=1 {state}: {us:.2f} us")
         assert us < 5
-
-
-def host_us(call, count=400):
-    times = []
-    for _ in range(15):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        times.append((time.perf_counter() - start) / count * 1e6)
-    return min(times)
 
 
 def test_host_cost_of_an_eager_call():
