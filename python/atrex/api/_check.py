@@ -40,6 +40,26 @@ def check_list(name: str, x: Tensor, device: torch.device) -> None:
         raise ValueError(f"{name} must be contiguous, got stride {x.stride(0)}")
 
 
+def checked_scale(scale: object, K: int) -> float:
+    """The factor on the outputs, ``K ** -0.5`` if None; fail unless it is a number."""
+    if scale is None:
+        return K**-0.5
+    if isinstance(scale, bool) or not isinstance(scale, (float, int)):
+        raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
+    return float(scale)
+
+
+def packed_sequences(cu_seqlens: Tensor, B: int, device: torch.device) -> int:
+    """How many sequences ``cu_seqlens`` packs into the one batch; fail unless it is a list of offsets."""
+    check_list("cu_seqlens", cu_seqlens, device)
+    if B != 1:
+        raise ValueError(f"cu_seqlens packs the sequences into one batch: q must have B=1, got B={B}")
+    N = cu_seqlens.shape[0] - 1
+    if N < 1:
+        raise wrong_shape("cu_seqlens", cu_seqlens, "[N + 1] with N of at least 1")
+    return N
+
+
 def not_a_tensor(name: str, x: object) -> TypeError:
     """The error for something else than a tensor."""
     return TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")

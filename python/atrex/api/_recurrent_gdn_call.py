@@ -11,8 +11,9 @@ from ._check import (
     DOUBLE_DTYPES,
     SINGLE_DTYPES,
     check_integers,
-    check_list,
+    checked_scale,
     not_a_tensor,
+    packed_sequences,
     wrong_device,
     wrong_dtype,
     wrong_shape,
@@ -124,19 +125,8 @@ def check(
         _check_gate("b", b, device, gates, (B, T, HV))
         _check_gate("dt_bias", dt_bias, device, gates, (HV,))
 
-    if scale is None:
-        scale = K**-0.5
-    elif isinstance(scale, bool) or not isinstance(scale, (float, int)):
-        raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
-
-    N = B
-    if cu_seqlens is not None:
-        check_list("cu_seqlens", cu_seqlens, device)
-        if B != 1:
-            raise ValueError(f"cu_seqlens packs the sequences into one batch: q must have B=1, got B={B}")
-        N = cu_seqlens.shape[0] - 1
-        if N < 1:
-            raise wrong_shape("cu_seqlens", cu_seqlens, "[N + 1] with N of at least 1")
+    scale = checked_scale(scale, K)
+    N = B if cu_seqlens is None else packed_sequences(cu_seqlens, B, device)
 
     state_dtype = torch.float64 if double else torch.float32
     state_shape = (HV, V, K) if state_v_first else (HV, K, V)
@@ -198,7 +188,7 @@ def check(
     if needs_grad and state_indices is not None and initial_state.requires_grad:  # type: ignore[union-attr]
         raise ValueError("initial_state is written in place with state_indices: it must not require grad")
     return RecurrentGdnCall(
-        q, k, v, g, beta, A_log, a, b, dt_bias, float(scale), initial_state, bool(output_final_state),
+        q, k, v, g, beta, A_log, a, b, dt_bias, scale, initial_state, bool(output_final_state),
         bool(use_qk_l2norm_in_kernel), cu_seqlens, bool(state_v_first), state_indices, initial_state_indices,
         num_accepted_tokens, padding_index, buffer, intermediate_state_indices, B, T, H, HV, K, V, N, state_dtype,
         needs_grad,
