@@ -162,13 +162,12 @@ __device__ __forceinline__ LaneGates fetch_item(int warp, const Problem& p, Team
   return gates;
 }
 
-// Completes the item: `item_full` also waits for the four gates warps.
+// Completes the item: `item_full` also waits for the gates.
 template <class T>
 __device__ __forceinline__ void complete_item(int warp, const Problem& p, TeamMemory<T>& smem, const LaneGates& gates,
                                               int buffer) {
   share_gates(p, smem.decay[buffer][warp], smem.beta[buffer][warp], gates);
-  __syncwarp();
-  mbarrier_arrive_if(&smem.item_full, threadIdx.x % 32 == 0);
+  mbarrier_arrive(&smem.item_full);
 }
 
 // One warp: the gates of one v-head for the scan.
@@ -278,10 +277,10 @@ __device__ __forceinline__ void prepare(const Problem& p, const CUtensorMap& map
   auto* ready = reinterpret_cast<uint32_t*>(p.workspace + p.offsets.ready);
 
   if (threadIdx.x % kTeamThreads == 0) {
-    mbarrier_init(&smem.item_full, 5);  // the loads and the four gates warps
+    mbarrier_init(&smem.item_full, 1 + 128);  // the loads and the systems warpgroup, which shares the gates
     for (int buffer = 0; buffer < 2; ++buffer) {
-      mbarrier_init(&smem.system_full[buffer], 4);
-      mbarrier_init(&smem.system_empty[buffer], 4);
+      mbarrier_init(&smem.system_full[buffer], 128);
+      mbarrier_init(&smem.system_empty[buffer], 128);
     }
     mbarrier_init_fence();
   }
@@ -297,10 +296,10 @@ __device__ __forceinline__ void prepare(const Problem& p, const CUtensorMap& map
       const SystemInfo info = smem.infos[buffer];
       if (info.tile < 0) break;
       auto sync = [] { named_barrier_sync(barrier_id(kInverseBarrier), 128); };
-      invert<T>(warp, smem.systems[buffer], smem_address(smem.inverse), sync);
+      // The systems warpgroup has most to do in its last warp, this one in its first: different schedulers.
+      invert<T>(3 - warp, smem.systems[buffer], smem_address(smem.inverse), sync);
       fence_async_proxy();
-      __syncwarp();
-      mbarrier_arrive_if(&smem.system_empty[buffer], threadIdx.x % 32 == 0);
+      mbarrier_arrive(&smem.system_empty[buffer]);
       sync();
       if (elected) {
         store_bulk(p.workspace + p.offsets.inverse + info.tile * kTileBytes, smem.inverse, kTileBytes);
@@ -347,8 +346,7 @@ __device__ __forceinline__ void prepare(const Problem& p, const CUtensorMap& map
             smem.infos[buffer] = {item.first_tile + member, member + 1 == item.members ? index : -1};
           }
           fence_async_proxy();
-          __syncwarp();
-          mbarrier_arrive_if(&smem.system_full[buffer], threadIdx.x % 32 == 0);
+          mbarrier_arrive(&smem.system_full[buffer]);
           if (elected) store_wait_read();  // the other scores tile, written next, is free
           named_barrier_sync(barrier_id(kSystemsBarrier), 128);
           if (elected) {
@@ -374,8 +372,7 @@ __device__ __forceinline__ void prepare(const Problem& p, const CUtensorMap& map
     const int buffer = count & 1;
     mbarrier_wait(&smem.system_empty[buffer], ~(count / 2) & 1);
     if (threadIdx.x % 128 == 0) smem.infos[buffer].tile = -1;
-    __syncwarp();
-    mbarrier_arrive_if(&smem.system_full[buffer], threadIdx.x % 32 == 0);
+    mbarrier_arrive(&smem.system_full[buffer]);
   }
   if (elected) store_wait_all();
 }
