@@ -1,5 +1,6 @@
-"""How fast a GPU serves calls that are bound by memory or by the host, and how fast it copies."""
+"""How fast calls bound by memory or by the host are: on a GPU, which copies for comparison, and in turns on a CPU."""
 
+import contextlib
 import functools
 import statistics
 import time
@@ -55,3 +56,27 @@ def host_us(call, count=400):
             call()
         times.append((time.perf_counter() - start) / count * 1e6)
     return min(times)
+
+
+@contextlib.contextmanager
+def one_thread():
+    """Two threads that share a busy machine wait for each other, which measures the machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def cpu_ratio(mine, theirs, turns=15, count=5):
+    """Time of ``mine`` over that of ``theirs`` on one thread of a CPU: medians of turns, each of ``count`` calls."""
+    times = {mine: [], theirs: []}
+    with torch.inference_mode(), one_thread():
+        for _ in range(1 + turns):
+            for call, seconds in times.items():
+                start = time.perf_counter()
+                for _ in range(count):
+                    call()
+                seconds.append(time.perf_counter() - start)
+    medians = [statistics.median(seconds[1:]) for seconds in times.values()]  # the first turn allocates and warms up
+    print(f"{medians[0] / count * 1e6:.0f} us a call, {medians[0] / medians[1]:.2f} of the other")
+    return medians[0] / medians[1]

@@ -17,6 +17,7 @@ import transformers
 
 import atrex
 from atrex.integrations.transformers import disable, enable, enabled
+from harness.throughput import cpu_ratio
 
 # Bazel counts a core a test; threads that wait for a taken core make the run many times slower.
 torch.set_num_threads(1)
@@ -40,12 +41,18 @@ EXPERTS = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
 }
+QWEN3_NEXT = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
 CONFIGS = {
     "qwen3_next": lambda: transformers.Qwen3NextConfig(**SMALL, **EXPERTS, intermediate_size=64),
     "qwen3_5": lambda: transformers.Qwen3_5TextConfig(**SMALL, intermediate_size=64),
     "qwen3_5_moe": lambda: transformers.Qwen3_5MoeTextConfig(**SMALL, **EXPERTS),
 }
-LINEAR_LAYERS = 3  # of the four
+LINEAR_LAYERS, HEADS = 3, 4  # of the four layers, and their heads
 BOUND = 2e-5  # of the largest logit, in float32
 GLOBALS = (
     "causal_conv1d_fn",
@@ -54,14 +61,40 @@ GLOBALS = (
     "torch_recurrent_gated_delta_rule",
 )
 MODULES = [importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in CONFIGS]
+NORMS = [
+    getattr(module, f"{prefix}RMSNormGated")
+    for module, prefix in zip(MODULES, ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe"), strict=True)
+]
+CONV, UPDATE, NORM = "causal_conv1d_fn", "causal_conv1d_update", "gated_rms_norm"
 CHUNK, RECURRENT = "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"
 
 
+def texts_of(offsets):
+    return 1 if offsets is None else len(offsets) - 1
+
+
+# What a call is told apart by: tokens and texts, tokens, rows, tokens and states.
+SIZES = {
+    CONV: lambda x, *_, query_start_loc=None, **__: (x.shape[-1], texts_of(query_start_loc)),
+    UPDATE: lambda x, *_, **__: x.shape[-1],
+    NORM: lambda x, *_, **__: x.shape[0],
+    **{
+        name: lambda q, *_, initial_state=None, **__: (q.shape[1], 0 if initial_state is None else len(initial_state))
+        for name in (CHUNK, RECURRENT)
+    },
+}  # fmt: skip
+
+
 def operators():
-    return [getattr(module, name) for module in MODULES for name in GLOBALS]
+    """All that `enable` replaces."""
+    found = []
+    for module, norm in zip(MODULES, NORMS, strict=True):
+        found += [*(getattr(module, name) for name in GLOBALS), norm.forward]
+    return found
 
 
 OWN = operators()
+OF_A_MODULE = len(GLOBALS) + 1
 
 
 def build(name):
@@ -95,19 +128,24 @@ def nothing_is_left():
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How many tokens came in each call of each public operator, and with the state of how many sequences."""
+    """The sizes of each call of each public operator."""
     seen = collections.defaultdict(list)
 
     def count(name, operator):
-        def counted(q, *arguments, initial_state=None, **keywords):
-            seen[name].append((q.shape[1], 0 if initial_state is None else initial_state.shape[0]))
-            return operator(q, *arguments, initial_state=initial_state, **keywords)
+        def counted(*arguments, **keywords):
+            seen[name].append(SIZES[name](*arguments, **keywords))
+            return operator(*arguments, **keywords)
 
         monkeypatch.setattr(atrex, name, counted)
 
-    for name in (CHUNK, RECURRENT):
+    for name in SIZES:
         count(name, inspect.unwrap(getattr(atrex, name)))  # not the proxy, which would replace what counts
     return seen
+
+
+def each_layer(**sizes):
+    """``calls`` after all linear-attention layers have made calls of ``sizes``, one after the other."""
+    return {name: [size for step in steps for size in [step] * LINEAR_LAYERS] for name, steps in sizes.items()}
 
 
 def tokens(*shape):
@@ -140,7 +178,13 @@ def test_greedy_text_is_the_same(model, calls, prompt):
     assert not calls
     with enabled():
         got = generate()
-    assert calls == {CHUNK: [(prompt, 0)] * LINEAR_LAYERS, RECURRENT: [(1, 2)] * LINEAR_LAYERS * 11}
+    assert calls == each_layer(**{
+        CONV: [(max(prompt, 4), 1)],
+        CHUNK: [(prompt, 0)],
+        UPDATE: [1] * 11,
+        RECURRENT: [(1, 2)] * 11,
+        NORM: [2 * prompt * HEADS] + [2 * HEADS] * 11,
+    })  # fmt: skip
     assert torch.equal(got.sequences, expected.sequences)
     assert len(set(got.sequences[0, prompt:].tolist())) > 3  # a text that repeats one token would show little
     assert_close(torch.stack(got.logits), torch.stack(expected.logits))
@@ -154,8 +198,13 @@ def test_reading_on_from_a_cache(model, calls):
         parts = [begun.logits]
         for start, stop in ((20, 23), (23, 24), (24, 30)):
             parts.append(model(ids[:, start:stop], past_key_values=begun.past_key_values).logits)
-    assert calls[CHUNK] == [(20, 0)] * LINEAR_LAYERS + [(3, 1)] * LINEAR_LAYERS + [(6, 1)] * LINEAR_LAYERS
-    assert calls[RECURRENT] == [(1, 1)] * LINEAR_LAYERS
+    assert calls == each_layer(**{
+        CONV: [(20, 1), (4 + 3, 1), (4 + 6, 1)],  # transformers puts the four columns of its cache before the tokens
+        UPDATE: [1],
+        CHUNK: [(20, 0), (3, 1), (6, 1)],
+        RECURRENT: [(1, 1)],
+        NORM: [HEADS * n for n in (20, 3, 1, 6)],
+    })  # fmt: skip
     assert_close(torch.cat(parts, dim=1), whole)
 
 
@@ -168,7 +217,7 @@ def test_texts_padded_on_the_left(model, calls):
         for row, length in enumerate(lengths):
             assert_close(got[row, -length:], logits(model, ids[row : row + 1, -length:])[0])
     assert_close(got[mask == 1], expected[mask == 1])
-    assert calls[CHUNK][0] == (12, 0)
+    assert calls[CHUNK][0] == (12, 0) and calls[CONV][0] == (12, 1)
 
 
 def packed(offsets):
@@ -195,7 +244,8 @@ def test_packed_texts_do_not_see_each_other(model, calls, offsets):
     ids = tokens(1, offsets[-1])
     with enabled():
         got = logits(model, ids, **packed(offsets), use_cache=False)
-    assert calls == {CHUNK: [(offsets[-1], 0)] * LINEAR_LAYERS}
+    count, texts = offsets[-1], len(offsets) - 1
+    assert calls == each_layer(**{CONV: [(count, texts)], CHUNK: [(count, 0)], NORM: [count * HEADS]})
     assert_close(got, each_alone(lambda text: logits(model, ids[:, text]), offsets))
 
 
@@ -209,11 +259,12 @@ def test_packed_texts_in_a_layer_with_a_cache(model, calls, offsets):
         expected = each_alone(lambda text: layer(hidden[:, text]), offsets)
         with enabled():
             assert_close(layer(hidden, cache_params=cache, **packed(offsets)), expected)
-    assert calls == {CHUNK: [(offsets[-1], 0)]}
+    count, texts = offsets[-1], len(offsets) - 1
+    assert calls == {CONV: [(max(count, 4), texts)], CHUNK: [(count, 0)], NORM: [count * HEADS]}
 
 
 def test_transformers_alone_lets_packed_texts_see_each_other(model):
-    """Else the test above proves nothing; when this fails, the convolution needs no stand-in any more."""
+    """Else the tests above prove nothing."""
     ids = tokens(1, 8)
     apart = each_alone(lambda text: logits(model, ids[:, text]), [0, 4, 8])
     assert largest_difference(logits(model, ids, **packed([0, 4, 8]), use_cache=False), apart) > 1000 * BOUND
@@ -241,15 +292,109 @@ def test_gradients(next_model, calls):
     expected = gradients()
     with enabled():
         got = gradients()
-    assert calls == {CHUNK: [(10, 0)] * LINEAR_LAYERS}
+    assert calls == each_layer(**{CONV: [(10, 1)], CHUNK: [(10, 0)], NORM: [10 * HEADS]})
     for ours, own in zip(got, expected, strict=True):
         assert largest_difference(ours, own) < 1e-4
 
 
+def test_decode_without_no_grad(next_model, calls):
+    """Where the states in the cache require grad; no gradient goes back through them, in transformers neither."""
+    ids = tokens(1, 11)
+
+    def read():
+        cache = transformers.DynamicCache(config=next_model.config)
+        spans = ((0, 9), (9, 10), (10, 11))
+        return torch.cat([next_model(ids[:, start:stop], past_key_values=cache).logits for start, stop in spans], 1)
+
+    expected = read()
+    with enabled():
+        got = read()
+    assert calls == each_layer(**{
+        CONV: [(9, 1)], UPDATE: [1, 1], CHUNK: [(9, 0)], RECURRENT: [(1, 1)] * 2, NORM: [HEADS * n for n in (9, 1, 1)],
+    })  # fmt: skip
+    assert got.requires_grad
+    assert_close(got, expected)
+
+
+def test_autocast(next_model, calls):
+    """float32 parameters and bfloat16 activations."""
+    ids = tokens(1, 12)
+
+    def read():
+        cache = transformers.DynamicCache(config=next_model.config)
+        with torch.autocast("cpu", torch.bfloat16):
+            parts = [
+                logits(next_model, ids[:, start:stop], past_key_values=cache)
+                for start, stop in ((0, 8), (8, 9), (9, 12))
+            ]
+        return torch.cat(parts, dim=1).float()
+
+    expected = read()
+    with enabled():
+        got = read()
+    assert {name: len(sizes) for name, sizes in calls.items()} == {
+        CONV: 2 * LINEAR_LAYERS, CHUNK: 2 * LINEAR_LAYERS, UPDATE: LINEAR_LAYERS, RECURRENT: LINEAR_LAYERS,
+        NORM: 3 * LINEAR_LAYERS,
+    }  # fmt: skip
+    # bfloat16 takes transformers itself this far away from its float32 logits.
+    assert largest_difference(got, expected) <= largest_difference(expected, logits(next_model, ids))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_layer_breaks_no_graph(model, calls, backend):
+    layer = model.model.layers[0].linear_attn
+    hidden = torch.randn(1, 20, 64, generator=torch.Generator().manual_seed(1))
+
+    def run(call):
+        cache = transformers.DynamicCache(config=model.config)
+        with enabled(), torch.no_grad():
+            return [
+                call(hidden), call(hidden, **packed([0, 8, 20])), layer(hidden, cache), call(hidden[:, :1], cache),
+                call(hidden[:, :1], cache), cache.layers[0].conv_states[0], cache.layers[0].recurrent_states[0],
+            ]  # fmt: skip
+
+    torch._dynamo.reset()
+    expected = run(layer)
+    eager = {name: list(sizes) for name, sizes in calls.items()}
+    for sizes in calls.values():
+        sizes.clear()
+    for got, want in zip(run(torch.compile(layer, fullgraph=True, backend=backend)), expected, strict=True):
+        assert_close(got, want)
+    assert calls == eager
+
+
+def test_a_decode_step_is_no_slower():
+    """Side by side on one CPU, at the heads of Qwen3-Next; the layer is narrow, for its projections are the same."""
+    config = transformers.Qwen3NextConfig(**SMALL | EXPERTS | QWEN3_NEXT)
+    torch.manual_seed(0)
+    layer = MODULES[0].Qwen3NextGatedDeltaNet(config, 0).eval()
+    caches = [transformers.DynamicCache(config=config) for _ in range(2)]
+    hidden = torch.randn(1, 5, 64)
+    with torch.inference_mode():
+        for cache in caches:
+            layer(hidden, cache)
+
+    def steps(cache):
+        return [layer(hidden[:, :1], cache) for _ in range(5)]
+
+    ours = enabled()(lambda: steps(caches[0]))
+    with torch.inference_mode():
+        assert_close(ours()[-1], steps(caches[1])[-1])
+    assert cpu_ratio(ours, lambda: steps(caches[1]), count=1) <= 1.0
+
+
+def test_an_operator_counts_only_while_it_serves(next_model, calls):
+    ids = tokens(1, 8)
+    with enabled():
+        logits(next_model, ids)
+    before = dict(calls)
+    logits(next_model, ids)
+    assert calls == before and set(before) == {CONV, CHUNK, NORM}
+
+
 def serving():
-    """By which side each of the operators that atrex has is served now, in all modules."""
-    switched = {now is not own for now, own, name in zip(operators(), OWN, GLOBALS * 3, strict=True) if "gated" in name}
-    (answer,) = switched
+    """Whether `atrex` serves now: all operators in all modules, or none."""
+    (answer,) = {now is not own for now, own in zip(operators(), OWN, strict=True)}
     return answer
 
 
@@ -324,7 +469,7 @@ def test_what_others_replaced_meanwhile_is_left(monkeypatch, caplog):
     module.torch_chunk_gated_delta_rule = OWN[2]
 
 
-@pytest.mark.parametrize("name", ["causal_conv1d_fn", "torch_recurrent_gated_delta_rule"])
+@pytest.mark.parametrize("name", GLOBALS)
 def test_a_layer_without_the_global_is_refused(monkeypatch, name):
     with monkeypatch.context() as patch:
         patch.delattr(MODULES[1], name)
@@ -338,6 +483,26 @@ def test_a_layer_that_looks_nothing_up_is_refused(monkeypatch):
         patch.setattr(MODULES[0].Qwen3NextGatedDeltaNet, "forward", lambda self, x: self.rule(x))
         with pytest.raises(RuntimeError, match="modeling_qwen3_next.torch_chunk_gated_delta_rule"), enabled():
             pass
+    assert operators() == OWN
+
+
+NO_NORM = r"do not look up \S+modeling_qwen3_5_moe.Qwen3_5MoeRMSNormGated.forward\(hidden_states, gate\); atrex knows"
+
+
+@pytest.mark.parametrize("forward", [lambda self, x, z: x, lambda self, hidden_states, gate: self.weight], ids="ab")
+def test_a_norm_of_another_kind_is_refused(monkeypatch, forward):
+    with monkeypatch.context() as patch:
+        patch.setattr(NORMS[2], "forward", forward)
+        with pytest.raises(RuntimeError, match=NO_NORM):
+            enable()
+    assert operators() == OWN
+
+
+def test_a_layer_without_the_norm_is_refused(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.delattr(MODULES[2], "Qwen3_5MoeRMSNormGated")
+        with pytest.raises(RuntimeError, match=NO_NORM):
+            enable()
     assert operators() == OWN
 
 
@@ -394,8 +559,8 @@ def test_a_transformers_from_before_these_models(monkeypatch):
     with monkeypatch.context() as patch:
         without(patch, *models[1:])
         enable()
-        assert operators()[4:] == OWN[4:]
-        assert operators()[:4] != OWN[:4]
+        assert operators()[OF_A_MODULE:] == OWN[OF_A_MODULE:]
+        assert not set(operators()[:OF_A_MODULE]) & set(OWN[:OF_A_MODULE])
         disable()
     without(monkeypatch, *models)
     with pytest.raises(ImportError, match="has none of qwen3_next, qwen3_5, qwen3_5_moe$"):

@@ -1,5 +1,6 @@
 """The fallback of fused_recurrent_gated_delta_rule: the whole contract on a CPU, gradients, and what it rejects."""
 
+import functools
 import re
 import sys
 import timeit
@@ -15,6 +16,7 @@ from atrex import _device, _dispatch
 from harness import inputs, modes, poison, reference
 from harness.compare import assert_heads_close
 from harness.recurrent import CHOICES, Case
+from harness.throughput import cpu_ratio
 
 CPU = "cpu"
 recurrent = atrex.fused_recurrent_gated_delta_rule
@@ -399,6 +401,23 @@ def test_host_cost_of_checks_and_dispatch(kernel):
     best = min(timeit.repeat(lambda: recurrent(**arguments), number=200, repeat=40)) / 200
     print(f"checks and dispatch: {best * 1e6:.1f} us")
     assert best < 25e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_decode_no_slower_than_transformers(dtype):
+    """A token at the heads of Qwen3-Next, with q and k expanded to the v heads, as its layer hands them over."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule as transformers
+
+    tokens, states = (
+        inputs.make_inputs(1, 1, 32, 32, seed=47, device=CPU, dtype=dtype),
+        inputs.make_states(1, 32, seed=48, device=CPU),
+    )
+    options = {"initial_state": states, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    mine, theirs = (functools.partial(call, *tokens, **options) for call in (recurrent, transformers))
+    (o, final), (want_o, want_final) = mine(), theirs()
+    assert_heads_close("o", o, want_o, 2, 1e-5 if dtype is torch.float32 else 4e-3)
+    assert_heads_close("states", final, want_final, 1, 1e-5 if dtype is torch.float32 else 4e-3)
+    assert cpu_ratio(mine, theirs) <= 1.0
 
 
 def benched(B):

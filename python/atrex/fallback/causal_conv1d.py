@@ -8,19 +8,23 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from ._exact import without_autocast
+
 if TYPE_CHECKING:
     from ..api._causal_conv1d_call import PrefillCall, UpdateCall
 
 
 def causal_conv1d_fn(call: PrefillCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The contract of ``atrex.causal_conv1d_fn``. Reads all integer tensors back to the host."""
-    with torch.autocast(call.x.device.type, enabled=False):
+    with without_autocast(call.x.device):
         return _prefill(call)
 
 
 def causal_conv1d_update(call: UpdateCall) -> torch.Tensor:
     """The contract of ``atrex.causal_conv1d_update``. Reads all integer tensors back to the host."""
-    with torch.autocast(call.x.device.type, enabled=False):
+    with without_autocast(call.x.device):
+        if call.query_start_loc is None and call.conv_state_indices is None and call.num_accepted_tokens is None:
+            return _update_rows(call)
         return _update(call)
 
 
@@ -53,6 +57,17 @@ def _prefill(call: PrefillCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     if call.pool:
         _write(states, places, finals)
     return out, torch.stack(finals) if call.return_final_states else None
+
+
+def _update_rows(call: UpdateCall) -> torch.Tensor:
+    """Sequences of one length, states in their order: all at once."""
+    if not call.T:
+        return call.x.new_zeros(call.B, 0, call.C)
+    columns = torch.cat([call.conv_state.mT, call.x], 1)
+    out = _convolved(call, columns[:, columns.shape[1] - call.T - call.W + 1 :])
+    with torch.no_grad():
+        call.conv_state.copy_(columns[:, call.T :].mT)
+    return out
 
 
 def _update(call: UpdateCall) -> torch.Tensor:
@@ -113,13 +128,15 @@ def _spans(call: PrefillCall | UpdateCall) -> list[tuple[int, int]]:
 
 
 def _convolved(call: PrefillCall | UpdateCall, window: torch.Tensor) -> torch.Tensor:
-    """Outputs ``[len(window) - (W - 1), C]`` of the tokens that follow the first W - 1 ones of ``window [., C]``."""
+    """Outputs ``[., len - (W - 1), C]`` of the tokens that follow the first W - 1 ones of ``window [., len, C]``."""
     dtype = torch.float64 if window.dtype is torch.float64 else torch.float32
-    count = window.shape[0] - (call.W - 1)
-    window, weight = window.to(dtype), call.weight.to(dtype)
-    out = 0.0 if call.bias is None else call.bias.to(dtype)
-    for j in range(call.W):
-        out = out + window[j : j + count] * weight[:, j]
+    count = window.shape[-2] - (call.W - 1)
+    window, taps = window.to(dtype), call.weight.to(dtype).t().contiguous()
+    out = window[..., :count, :] * taps[0]
+    for j in range(1, call.W):
+        out.addcmul_(window[..., j : j + count, :], taps[j])
+    if call.bias is not None:
+        out = out + call.bias.to(dtype)
     return (F.silu(out) if call.silu else out).to(call.x.dtype)
 
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from ._exact import without_autocast
+
 if TYPE_CHECKING:
     from ..api._gdn_prepare_call import GdnPrepareCall
 
@@ -15,7 +17,7 @@ def gdn_prepare(
     call: GdnPrepareCall,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The contract of ``atrex.gdn_prepare``."""
-    with torch.autocast(call.conv_output.device.type, enabled=False):
+    with without_autocast(call.conv_output.device):
         x, columns = call.conv_output, call.H * call.K
         dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
         q, k, v = (

@@ -1,6 +1,6 @@
 """Recurrent gated delta rule in PyTorch: any device, any head size, differentiable.
 
-Token by token as the recurrence is written; all heads and all sequences that have a token at this step together.
+Token by token; all heads and all sequences that have a token at this step together.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from ._chunks import sequence_spans
+from ._exact import without_autocast
 
 if TYPE_CHECKING:
     from ..api._recurrent_gdn_call import RecurrentGdnCall
@@ -20,11 +21,53 @@ _FLOAT16_MAX = torch.finfo(torch.float16).max
 
 def fused_recurrent_gated_delta_rule(call: RecurrentGdnCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The contract of ``atrex.fused_recurrent_gated_delta_rule``. Reads all integer tensors back to the host."""
-    with torch.autocast(call.q.device.type, enabled=False):
-        return _run(call)
+    with without_autocast(call.q.device):
+        if call.cu_seqlens is None and call.state_indices is None and call.buffer is None:
+            return _run_rows(call)
+        return _run_anywhere(call)
 
 
-def _run(call: RecurrentGdnCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _run_rows(call: RecurrentGdnCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Sequences of one length, states in their order: nothing is looked up, and nothing is read back."""
+    tokens = _inputs(call)
+    dtype = tokens[0].dtype
+    if call.initial_state is None:
+        S = torch.zeros(call.B, call.HV, call.K, call.V, dtype=dtype, device=call.q.device)
+    else:
+        S = (call.initial_state.mT if call.state_v_first else call.initial_state).to(dtype)
+    outputs = []
+    for t in range(call.T):
+        o, S = _step(call, S, *(x[:, t] for x in tokens))
+        outputs.append(o)
+    o = _outputs(call, torch.stack(outputs, 1) if outputs else tokens[1])
+    if not call.output_final_state:
+        return o, None
+    return o, _as_stored(call, S if outputs else S.clone())
+
+
+def _step(
+    call: RecurrentGdnCall, S: torch.Tensor, qk: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs ``[n, HV, V]`` without the scale, and new states, of a token each of n sequences.
+
+    The states are large and everything else is small: they are read once for both sums, and written once more.
+    """
+    of_q, of_k = (qk @ S).unbind(-2)  # S^T q, S^T k
+    q, k = qk.unbind(-2)
+    u = torch.addcmul(v, decay, of_k, value=-1) * beta
+    o = torch.addcmul(decay * of_q, (q * k).sum(-1, keepdim=True), u)
+    S = (decay.unsqueeze(-1) * S).addcmul_(k.unsqueeze(-1), u.unsqueeze(-2))
+    return o, S.to(call.state_dtype).to(S.dtype)  # rounded as if each token were a call of its own
+
+
+def _outputs(call: RecurrentGdnCall, o: torch.Tensor) -> torch.Tensor:
+    o = o * call.scale
+    if call.v.dtype is torch.float16:
+        o = o.clamp(-_FLOAT16_MAX, _FLOAT16_MAX)
+    return o.to(call.v.dtype).view(call.v.shape)
+
+
+def _run_anywhere(call: RecurrentGdnCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     device, pool, slots = call.q.device, call.initial_state, call.state_indices
     if call.cu_seqlens is None:
         starts, lengths = [b * call.T for b in range(call.B)], [call.T] * call.B
@@ -34,10 +77,10 @@ def _run(call: RecurrentGdnCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     written = None if slots is None or call.buffer is not None else slots.reshape(call.N, -1).tolist()
     each_token = call.buffer is not None or (slots is not None and slots.dim() == 2)
 
-    q, k, v, g, beta = _inputs(call)
+    inputs = [x.flatten(0, 1) for x in _inputs(call)]
     live = [n for n in range(call.N) if rows[n] >= 0]
     S = _initial_states(call, torch.tensor([rows[n] for n in live], dtype=torch.int64, device=device))
-    o = v.new_zeros(v.shape)
+    o = inputs[1].new_zeros(inputs[1].shape)
     for t in range(max(lengths)):
         ranks = [rank for rank, n in enumerate(live) if t < lengths[n]]
         now = [live[rank] for rank in ranks]
@@ -45,17 +88,12 @@ def _run(call: RecurrentGdnCall) -> tuple[torch.Tensor, torch.Tensor | None]:
             continue
         at = torch.tensor(ranks, device=device)
         tokens = torch.tensor([starts[n] + t for n in now], device=device)
-        state = g[tokens].exp()[..., None, None] * S[at]
-        u = beta[tokens][..., None] * (v[tokens] - torch.einsum("nhkv,nhk->nhv", state, k[tokens]))
-        state = state + k[tokens][..., :, None] * u[..., None, :]
-        o = o.index_copy(0, tokens, torch.einsum("nhkv,nhk->nhv", state, q[tokens]))
-        state = state.to(call.state_dtype).to(state.dtype)  # as if each token were a call of its own
+        now_o, state = _step(call, S[at], *(x[tokens] for x in inputs))
+        o = o.index_copy(0, tokens, now_o)
         if each_token:
             _keep(call, state, now, t, written)
         S = S.index_copy(0, at, state)
-    if call.v.dtype is torch.float16:
-        o = o.clamp(-_FLOAT16_MAX, _FLOAT16_MAX)
-    o = o.to(call.v.dtype).view_as(call.v)
+    o = _outputs(call, o)
 
     if slots is not None:
         if not each_token:
@@ -83,19 +121,20 @@ def _is_slot(call: RecurrentGdnCall, index: int) -> bool:
 
 
 def _inputs(call: RecurrentGdnCall) -> tuple[torch.Tensor, ...]:
-    """q, k, v ``[B * T, HV, .]``, g and beta ``[B * T, HV]`` in the dtype of the computation."""
+    """q over k ``[B, T, HV, 2, K]``, v ``[B, T, HV, V]``, decay and beta ``[B, T, HV, 1]``, as they are computed."""
     dtype = torch.float64 if call.q.dtype is torch.float64 else torch.float32
-    q, k, v = (x.flatten(0, 1).to(dtype) for x in (call.q, call.k, call.v))
+    qk = torch.stack((call.q, call.k), -2).to(dtype)
     if call.use_qk_l2norm_in_kernel:
-        q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
-    q, k = ((x * scale).repeat_interleave(call.HV // call.H, 1) for x, scale in ((q, call.scale), (k, 1.0)))
+        qk = qk * (qk.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+    if call.HV != call.H:
+        qk = qk.repeat_interleave(call.HV // call.H, 2)
     if call.A_log is None:
-        g, beta = (x.reshape(-1, call.HV).to(dtype) for x in (call.g, call.beta))
+        g, beta = call.g.to(dtype), call.beta.to(dtype)
     else:
-        a, b = (x.reshape(-1, call.HV).to(dtype) for x in (call.a, call.b))
+        a, b = (x.reshape(call.B, call.T, call.HV).to(dtype) for x in (call.a, call.b))
         g = -call.A_log.to(dtype).exp() * F.softplus(a + call.dt_bias.to(dtype))  # its own threshold is 20
         beta = b.sigmoid()
-    return q, k, v, g, beta
+    return qk, call.v.to(dtype), g.exp().unsqueeze(-1), beta.unsqueeze(-1)
 
 
 def _initial_states(call: RecurrentGdnCall, rows: torch.Tensor) -> torch.Tensor:
