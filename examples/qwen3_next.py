@@ -2,20 +2,22 @@
 
 One period of Qwen3-Next (three linear-attention layers, one full-attention layer) with random weights reads the
 opening of "Alice's Adventures in Wonderland" (Lewis Carroll, 1865, in the public domain), a byte a token, and writes on
-greedily: once with transformers' own gated delta rules, once with those of `atrex`, which
-`atrex.integrations.transformers` puts in their place. The example prints which implementation served, how far the
-logits are apart, how many of the written tokens are the same, and both times. On a GPU the layers have the sizes of
-Qwen3-Next-80B and compute in bfloat16; on a CPU they have a quarter of the heads and of the width, in float32.
+greedily: once with transformers' own convolution, gated delta rules and gated norm, once with those of `atrex`, which
+`atrex.integrations.transformers` puts in their place. The example prints which implementation served each operator, how
+far the logits are apart, how many of the written tokens are the same, and the times of both, of the model and of one
+linear-attention layer. On a GPU the layers have the sizes of Qwen3-Next-80B and compute in bfloat16; on a CPU they have
+a quarter of the heads and of the width, in float32.
 
     python qwen3_next.py [--device cpu|cuda]
 
-Exits with 1 if the logits are too far apart, if tokens that were written in float32 differ, or if a linear-attention
-layer was not served by `atrex`.
+Exits with 1 if the logits are too far apart, if tokens that were written in float32 differ, or if an operator of a
+linear-attention layer was not served by `atrex`. Needs PyTorch, transformers 5.17 and the wheel of `atrex`, no more.
 """
 
 import argparse
 import collections
 import contextlib
+import importlib.util
 import inspect
 import math
 import pathlib
@@ -34,7 +36,17 @@ from atrex.integrations.transformers import enabled
 
 TEXT = pathlib.Path(__file__).with_name("alice.txt")
 REPEATS = 3
+STEPS = 20  # decode steps in a row, for one is too short to be timed
 PROMPT, WRITTEN = 100, 16  # tokens of the text that writing starts from, and that it adds
+# How often a linear-attention layer calls each operator while the model reads, and while it reads and writes.
+READING = {"causal_conv1d_fn": 1, "chunk_gated_delta_rule": 1, "gated_rms_norm": 1}
+WRITING = {  # the first written token comes of reading
+    "causal_conv1d_fn": 1,
+    "causal_conv1d_update": WRITTEN - 1,
+    "chunk_gated_delta_rule": 1,
+    "fused_recurrent_gated_delta_rule": WRITTEN - 1,
+    "gated_rms_norm": WRITTEN,
+}
 
 
 class Setup(NamedTuple):
@@ -43,14 +55,16 @@ class Setup(NamedTuple):
     dtype: torch.dtype
     width: float  # 1 is Qwen3-Next-80B
     tokens: int | None  # how much of the text; None is all of it
+    layer_tokens: int  # that one linear-attention layer reads for its time
+    batches: tuple[int, ...]  # sequences in its decode steps
     # Accepted difference of the logits, as a part of the largest one. The operators add up in different orders, and in
     # bfloat16 each layer rounds what it hands on: that alone takes transformers 2e-2 away from its float32 logits.
     bound: float
 
 
 SETUPS = {
-    "cpu": Setup(torch.float32, width=1 / 4, tokens=1000, bound=1e-5),
-    "cuda": Setup(torch.bfloat16, width=1, tokens=None, bound=4e-2),
+    "cpu": Setup(torch.float32, width=1 / 4, tokens=1000, layer_tokens=1000, batches=(1,), bound=1e-5),
+    "cuda": Setup(torch.bfloat16, width=1, tokens=None, layer_tokens=8192, batches=(1, 32, 128), bound=4e-2),
 }
 
 
@@ -96,23 +110,33 @@ def write(model, ids):
 
 
 @contextlib.contextmanager
-def recorded(name):
-    """The calls that reach the public operator `name`, and go on to it."""
-    operator = inspect.unwrap(getattr(atrex, name))  # before its first use a proxy stands there
-    with mock.patch.object(atrex, name, wraps=operator) as record:
-        yield record.call_args_list
+def recorded(names):
+    """By name, the calls that reach public operators, and go on to them."""
+    with contextlib.ExitStack() as stack:
+        calls = {}
+        for name in names:
+            operator = inspect.unwrap(getattr(atrex, name))  # before its first use a proxy stands there
+            calls[name] = stack.enter_context(mock.patch.object(atrex, name, wraps=operator)).call_args_list
+        yield calls
 
 
-def implementation(call):
-    """What serves the call of a layer, in words."""
-    with torch.inference_mode():
-        answer = atrex.can_use_chunk_gated_delta_rule(*call.args, **call.kwargs)
-    return f"kernel {answer.target}" if answer else f"fallback, because {answer.reason}"
+def served(what, calls, expected):
+    """Prints what served the calls of each operator; whether there were as many as ``expected``."""
+    for name, made in calls.items():
+        can_use = getattr(atrex, f"can_use_{name}")
+        with torch.inference_mode():
+            answers = collections.Counter(can_use(*call.args, **call.kwargs) for call in made)
+        by = [f"kernel {answer.target}" if answer else f"fallback, because {answer.reason}" for answer in answers]
+        print(f"served  {what}: {len(made)} of {expected[name]} {name}: {'; '.join(by)}")
+    missing = [name for name, made in calls.items() if len(made) != expected[name]]
+    if missing:
+        print(f"FAILED: in {what} atrex did not serve each call of {', '.join(missing)}", file=sys.stderr)
+    return not missing
 
 
 def compare_times(label, own, ours, device):
     """Prints a line of the table: the medians of both functions, called in turns; a dot shows each round."""
-    print(f"{label} ", end="", flush=True)
+    print(f"{label:40} ", end="", flush=True)
     rounds = []
     for _ in range(1 + REPEATS):
         seconds = []
@@ -127,6 +151,20 @@ def compare_times(label, own, ours, device):
         print(".", end="", flush=True)
     before, after = (statistics.median(column) for column in zip(*rounds[1:], strict=True))  # the first one warms up
     print(f" {before * 1e3:12.2f} ms {after * 1e3:9.2f} ms {before / after:7.2f}x", flush=True)
+
+
+def decode_steps(model, batch, device, dtype):
+    """A function that does STEPS decode steps of one linear-attention layer, for ``batch`` sequences with a cache."""
+    layer, cache = model.model.layers[0].linear_attn, transformers.DynamicCache(config=model.config)
+    hidden = torch.randn(batch, 8, model.config.hidden_size, device=device, dtype=dtype)
+    with torch.inference_mode():
+        layer(hidden, cache)
+
+    def steps():
+        for _ in range(STEPS):
+            layer(hidden[:, :1], cache)
+
+    return steps
 
 
 def main(arguments=None):
@@ -148,24 +186,21 @@ def main(arguments=None):
     print(f"text    {text.partition(b' by ')[0].decode()} ... ({len(text)} bytes, a token each)")
     print(f"device  {place}, {str(setup.dtype).removeprefix('torch.')}", flush=True)
 
+    found = [name for name in ("fla", "causal_conv1d") if importlib.util.find_spec(name)]
+    print(f"own     transformers' operators, which use {' and '.join(found) or 'PyTorch alone'}", flush=True)
+
     expected = read(model, ids)
-    with enabled(), recorded("chunk_gated_delta_rule") as calls:
+    with enabled(), recorded(READING) as calls:
         logits = read(model, ids)
-    for served, count in collections.Counter(map(implementation, calls)).items():
-        print(f"served  {count} of {layers} layers by atrex: {served}")
+    complete = served("reading", calls, {name: count * layers for name, count in READING.items()})
     difference = ((logits - expected).abs().max() / expected.abs().max()).item()
     print(f"logits  at most {difference:.1e} of the largest apart, accepted {setup.bound:.0e}", flush=True)
     expected = write(model, ids)
-    with enabled(), recorded("fused_recurrent_gated_delta_rule") as steps:
+    with enabled(), recorded(WRITING) as calls:
         same = (write(model, ids) == expected).sum().item()
+    complete &= served("writing", calls, {name: count * layers for name, count in WRITING.items()})
     print(f"tokens  {same} of {WRITTEN} written ones are the same", flush=True)
-    # The first written token comes of reading.
-    if len(calls) != layers or len(steps) != layers * (WRITTEN - 1):
-        print(
-            f"FAILED: atrex served {len(calls)} of {layers} layers in reading and {len(steps)} of "
-            f"{layers * (WRITTEN - 1)} in writing",
-            file=sys.stderr,
-        )
+    if not complete:
         return 1
     if not difference <= setup.bound:  # so that NaN fails too
         print("FAILED: the logits are too far apart", file=sys.stderr)
@@ -174,19 +209,19 @@ def main(arguments=None):
         print("FAILED: the written tokens differ", file=sys.stderr)
         return 1
 
-    def rules(operator):
-        for call in calls:
-            operator(*call.args, **call.kwargs)
-
-    print(f"\n{f'median of {REPEATS} runs':32}{'transformers':>15} {'atrex':>12}")
-    own = modeling_qwen3_next.torch_chunk_gated_delta_rule
-    for label, before, after in (
-        ("whole forward pass        ", lambda: read(model, ids), enabled()(lambda: read(model, ids))),
-        ("its gated delta rules only", lambda: rules(own), lambda: rules(atrex.chunk_gated_delta_rule)),
-        (f"reading {PROMPT}, writing {WRITTEN}   ", lambda: write(model, ids), enabled()(lambda: write(model, ids))),
-    ):
-        compare_times(label, before, after, device)
-
+    layer = model.model.layers[0].linear_attn
+    hidden = torch.randn(1, setup.layer_tokens, config.hidden_size, device=device, dtype=setup.dtype)
+    cases = {
+        f"model: reading {ids.shape[1]}": lambda: read(model, ids),
+        f"model: reading {PROMPT}, writing {WRITTEN}": lambda: write(model, ids),
+        f"linear layer: reading {setup.layer_tokens}": lambda: layer(hidden),
+    }
+    for batch in setup.batches:
+        steps = decode_steps(model, batch, device, setup.dtype)
+        cases[f"linear layer: {STEPS} decode steps, batch {batch}"] = steps
+    print(f"\n{f'median of {REPEATS} runs':{41 + 1 + REPEATS}} {'transformers':>15} {'atrex':>12}")
+    for label, case in cases.items():
+        compare_times(label, case, enabled()(case), device)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import inspect
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ example = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(example)
 
 LINEAR_LAYERS = 3
-SMALL = example.Setup(torch.float32, width=1 / 8, tokens=150, bound=1e-5)
+SMALL = example.Setup(torch.float32, width=1 / 8, tokens=150, layer_tokens=70, batches=(2,), bound=1e-5)
 
 
 @pytest.fixture
@@ -31,11 +32,15 @@ def small(monkeypatch):
 def test_the_example_on_this_machine(capsys):
     assert example.main([]) == 0
     printed = capsys.readouterr().out
-    assert f"served  {LINEAR_LAYERS} of {LINEAR_LAYERS} layers by atrex: " in printed
     for line in (
-        "whole forward pass         ....",
-        "its gated delta rules only ....",
-        "reading 100, writing 16    ....",
+        "served  reading: 3 of 3 chunk_gated_delta_rule: ",
+        "served  writing: 45 of 45 causal_conv1d_update: ",
+        "served  writing: 48 of 48 gated_rms_norm: ",
+        "tokens  16 of 16 written ones are the same",
+        "model: reading 1",
+        "model: reading 100, writing 16",
+        "linear layer: reading ",
+        "linear layer: 20 decode steps, batch 1 ",
     ):
         assert line in printed
 
@@ -45,27 +50,38 @@ def test_bfloat16_layers():
     model = example.build_model("cpu", torch.bfloat16, SMALL.width)
     ids = torch.tensor([list(example.TEXT.read_bytes()[:150])])
     expected = example.read(model, ids)
-    with example.enabled(), example.recorded("chunk_gated_delta_rule") as calls:
+    with example.enabled(), example.recorded(example.READING) as recorded:
         logits = example.read(model, ids)
+    assert [len(calls) for calls in recorded.values()] == [LINEAR_LAYERS] * 3
+    calls = recorded["chunk_gated_delta_rule"]
     assert [(call.args[0].shape, call.args[0].dtype) for call in calls] == [((1, 150, 4, 128), torch.bfloat16)] * 3
     assert {call.args[3].dtype for call in calls} == {torch.float32}  # g
     assert torch.isfinite(logits).all()
     assert (logits - expected).abs().max() <= example.SETUPS["cuda"].bound * expected.abs().max()
 
 
-def with_a_fault(monkeypatch, name):
-    right = getattr(atrex, name)
-    monkeypatch.setattr(atrex, name, lambda q, k, v, g, beta, **rest: right(q, k, v, g * 1.01, -beta, **rest))
+def scaled(value):
+    return lambda right: lambda x, *rest, **options: right(x * value, *rest, **options)
 
 
-def test_a_wrong_prefill_fails(small, monkeypatch, capsys):
-    with_a_fault(monkeypatch, "chunk_gated_delta_rule")
+# Each operator with a fault that a caller of this function alone would see.
+FAULTS = {
+    "chunk_gated_delta_rule": lambda right: lambda q, k, v, g, beta, **rest: right(q, k, v, g * 1.01, -beta, **rest),
+    "causal_conv1d_fn": scaled(1.01),
+    "gated_rms_norm": lambda right: lambda x, weight, *rest, **options: right(x, weight * 1.01, *rest, **options),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_wrong_prefill_fails(small, monkeypatch, capsys, name):
+    monkeypatch.setattr(atrex, name, FAULTS[name](inspect.unwrap(getattr(atrex, name))))
     assert example.main(["--device", "cpu"]) == 1
     assert "FAILED: the logits are too far apart" in capsys.readouterr().err
 
 
-def test_a_wrong_decode_fails(small, monkeypatch, capsys):
-    with_a_fault(monkeypatch, "fused_recurrent_gated_delta_rule")
+@pytest.mark.parametrize("name", ["fused_recurrent_gated_delta_rule", "causal_conv1d_update"])
+def test_a_wrong_decode_fails(small, monkeypatch, capsys, name):
+    monkeypatch.setattr(atrex, name, scaled(-3)(inspect.unwrap(getattr(atrex, name))))
     assert example.main(["--device", "cpu"]) == 1
     assert "FAILED: the written tokens differ" in capsys.readouterr().err
 
@@ -73,4 +89,4 @@ def test_a_wrong_decode_fails(small, monkeypatch, capsys):
 def test_layers_that_pass_atrex_by_fail(small, monkeypatch, capsys):
     monkeypatch.setattr(example, "enabled", contextlib.nullcontext)
     assert example.main(["--device", "cpu"]) == 1
-    assert "FAILED: atrex served 0 of 3 layers in reading and 0 of 45 in writing" in capsys.readouterr().err
+    assert "FAILED: in writing atrex did not serve each call of causal_conv1d_fn, " in capsys.readouterr().err
