@@ -1,5 +1,6 @@
 """Dispatch with faked torch properties: targets, policy, refusals, warnings, and what the host pays for them."""
 
+import dataclasses
 import logging
 import sys
 import timeit
@@ -24,6 +25,9 @@ DEVICES = {
         {"hip": None, "cuda": "13.0"},
         {"name": "NVIDIA RTX PRO 6000 Blackwell Server Edition", "major": 12, "minor": 0},
     ),
+    "rtx5090": ({"hip": None, "cuda": "13.0"}, {"name": "NVIDIA GeForce RTX 5090", "major": 12, "minor": 0}),
+    "gb10": ({"hip": None, "cuda": "13.0"}, {"name": "NVIDIA GB10", "major": 12, "minor": 1}),
+    "b200": ({"hip": None, "cuda": "13.0"}, {"name": "NVIDIA B200", "major": 10, "minor": 0}),
     "foreign": ({"hip": None, "cuda": "13.0"}, {"name": "Foreign GPU 90", "major": 9, "minor": 0}),
     "not_quite_ppu": ({"hip": None, "cuda": "13.0"}, {"name": "ZW-M890P-2", "major": 8, "minor": 9}),
     "not_quite_nvidia": ({"hip": None, "cuda": "13.0"}, {"name": "My NVIDIA H200", "major": 9, "minor": 0}),
@@ -35,11 +39,15 @@ TARGETS = {
     "ppu": ("ppu", "zwm890p"),
     "h200": ("nvidia", "sm90"),
     "pro6000": ("nvidia", "sm120"),
+    "rtx5090": ("nvidia", "sm120"),
+    "gb10": ("nvidia", "sm121"),
+    "b200": ("nvidia", "sm100"),
     "foreign": ("unknown", "Foreign GPU 90"),
     "not_quite_ppu": ("unknown", "ZW-M890P-2"),
     "not_quite_nvidia": ("unknown", "My NVIDIA H200"),
     "no_cuda_build": ("unknown", "NVIDIA H200"),
 }
+SERVED_BY = {"h200": "sm90", "pro6000": "sm120", "rtx5090": "sm120", "gb10": "sm120"}  # the folder of the kernels
 
 
 @pytest.fixture(autouse=True)
@@ -76,26 +84,30 @@ def machine(monkeypatch):
 
 
 @pytest.fixture
-def kernel(monkeypatch):
-    """An sm90 implementation in the wheel that records its calls."""
-    calls = []
-    module = types.ModuleType("atrex.kernels.nvidia.chunk_gdn.sm90.runtime")
-
-    def entry(call):
-        calls.append(call)
-        return call.v, call.initial_state, None
-
-    module.chunk_gated_delta_rule = entry
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+def kernels(monkeypatch):
+    """Implementations in the wheel that record their calls, by architecture."""
+    calls = {arch: [] for arch in SERVED_BY.values()}
     monkeypatch.setattr(_dispatch, "_in_wheel", lambda entry: True)
-    for parent in (
-        "atrex.kernels.nvidia.chunk_gdn.sm90",
-        "atrex.kernels.nvidia.chunk_gdn",
-        "atrex.kernels.nvidia",
-        "atrex.kernels",
-    ):
+    for parent in ("atrex.kernels.nvidia.chunk_gdn", "atrex.kernels.nvidia", "atrex.kernels"):
+        monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
+    for arch, of_arch in calls.items():
+        module = types.ModuleType(f"atrex.kernels.nvidia.chunk_gdn.{arch}.runtime")
+        parent = module.__name__.rpartition(".")[0]
+
+        def entry(call, of_arch=of_arch):
+            of_arch.append(call)
+            return call.v, call.initial_state, None
+
+        module.chunk_gated_delta_rule = entry
+        monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
     return calls
+
+
+@pytest.fixture
+def kernel(kernels):
+    """The calls of the sm90 implementation."""
+    return kernels["sm90"]
 
 
 def fake_call(device="cuda", dtype=torch.bfloat16, K=128, V=128, **options):
@@ -127,16 +139,19 @@ def test_target_of_a_cpu_asks_no_gpu(machine):
 
 
 @pytest.mark.parametrize("name", DEVICES)
-def test_only_an_h200_picks_the_sm90_kernel(machine, kernel, name):
+def test_each_device_picks_its_own_kernel(machine, kernels, name):
     machine(name)
     answer = atrex.can_use_chunk_gated_delta_rule(**fake_call())
     assert answer.target == "/".join(TARGETS[name])
-    assert bool(answer) == (name == "h200")
-    if name == "h200":
+    assert bool(answer) == (name in SERVED_BY)
+    if answer:
         assert answer.reason == ""
+        atrex.chunk_gated_delta_rule(**fake_call())
+        assert {arch: len(calls) for arch, calls in kernels.items() if calls} == {SERVED_BY[name]: 1}
     else:
-        assert answer.reason == f"no implementation for {answer.target} (q is on cuda:0), there is one for nvidia/sm90"
-    assert not kernel
+        known = "nvidia/sm90, nvidia/sm120, nvidia/sm121"
+        assert answer.reason == f"no implementation for {answer.target} (q is on cuda:0), there is one for {known}"
+        assert not any(kernels.values())
 
 
 def test_the_kernel_gets_the_checked_call(machine, kernel):
@@ -182,16 +197,18 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("device", SERVED_BY)
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_sm90_refuses(machine, kernel, name):
-    machine("h200")
+def test_what_the_kernels_refuse(machine, kernel, name, device):
+    machine(device)
     make, reason = REFUSED[name]
     answer = atrex.can_use_chunk_gated_delta_rule(**make())
-    assert not answer and answer.reason == reason and answer.target == "nvidia/sm90"
+    assert not answer and answer.reason == reason and answer.target == "/".join(TARGETS[device])
 
 
-def test_what_sm90_serves(machine, kernel):
-    machine("h200")
+@pytest.mark.parametrize("device", SERVED_BY)
+def test_what_the_kernels_serve(machine, kernel, device):
+    machine(device)
     with torch.no_grad():
         assert atrex.can_use_chunk_gated_delta_rule(**with_grad())
     with FakeTensorMode():
@@ -207,19 +224,18 @@ def test_what_sm90_serves(machine, kernel):
 
 def test_a_wheel_without_the_target(machine, monkeypatch):
     machine("h200")
-    missing = _dispatch.Implementation(
-        "nvidia", "sm90", chunk_gdn._supports_sm90, "atrex.kernels.nvidia.gone.sm90.runtime:run"
-    )
+    missing = dataclasses.replace(chunk_gdn._POLICY[0], entry="atrex.kernels.nvidia.gone.sm90.runtime:run")
     monkeypatch.setattr(chunk_gdn, "_POLICY", (missing,))
     answer = atrex.can_use_chunk_gated_delta_rule(**fake_call())
     assert not answer and answer.reason == "the nvidia/sm90 implementation is not in this wheel"
 
 
-def test_asking_imports_no_kernel(machine):
-    machine("h200")
+@pytest.mark.parametrize("device", SERVED_BY)
+def test_asking_imports_no_kernel(machine, device):
+    machine(device)
     answer = atrex.can_use_chunk_gated_delta_rule(**fake_call())
-    assert bool(answer) == (Path(atrex.__file__).parent / "kernels/nvidia/chunk_gdn/sm90").is_dir()
-    assert "atrex.kernels.nvidia.chunk_gdn.sm90" not in sys.modules
+    assert bool(answer) == (Path(atrex.__file__).parent / f"kernels/nvidia/chunk_gdn/{SERVED_BY[device]}").is_dir()
+    assert f"atrex.kernels.nvidia.chunk_gdn.{SERVED_BY[device]}" not in sys.modules
 
 
 def test_the_first_eligible_implementation_wins(machine, monkeypatch):

@@ -1,3 +1,3 @@
 """The GPU architectures that have an implementation; each is a constraint value `//tools/gpu:<arch>`."""
 
-GPU_ARCHES = ["sm90"]
+GPU_ARCHES = ["sm120", "sm90"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -155,29 +156,37 @@ def _fallback(call: ChunkGdnCall) -> tuple[Tensor, Tensor | None, Tensor | None]
 
 
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
-_SM90 = "nvidia/sm90"
-_SM90_SERVES = Eligibility(True, _SM90, "")
 
 
-def _supports_sm90(call: ChunkGdnCall) -> Eligibility:
-    dtype = call.q.dtype
-    if dtype not in _HALF_DTYPES or call.k.dtype is not dtype or call.v.dtype is not dtype:
-        got = ", ".join(dtype_name(x.dtype) for x in (call.q, call.k, call.v))
-        return Eligibility(False, _SM90, f"q, k and v must be all bfloat16 or all float16, got {got}")
-    if call.K != 128 or call.V != 128:
-        return Eligibility(False, _SM90, f"q, k and v must have head sizes K=V=128, got K={call.K}, V={call.V}")
-    if call.needs_grad:
-        return Eligibility(False, _SM90, "no input may require grad in grad mode: the kernels have no backward")
-    if call.initial_state is not None:
-        stride = call.initial_state.stride()  # whatever from one sequence or slot to the next
-        if stride[2:] != (128, 1) or (stride[1] != 128 * 128 and call.HV > 1):
-            reason = f"initial_state must be contiguous within a sequence or slot, got strides {stride}"
-            return Eligibility(False, _SM90, reason)
-    return _SM90_SERVES
+def _supports(target: str) -> Callable[[ChunkGdnCall], Eligibility]:
+    """The eligibility of a call on ``target``: the kernels of all targets take the same calls."""
+    serves = Eligibility(True, target, "")
 
+    def supports(call: ChunkGdnCall) -> Eligibility:
+        dtype = call.q.dtype
+        if dtype not in _HALF_DTYPES or call.k.dtype is not dtype or call.v.dtype is not dtype:
+            got = ", ".join(dtype_name(x.dtype) for x in (call.q, call.k, call.v))
+            return Eligibility(False, target, f"q, k and v must be all bfloat16 or all float16, got {got}")
+        if call.K != 128 or call.V != 128:
+            return Eligibility(False, target, f"q, k and v must have head sizes K=V=128, got K={call.K}, V={call.V}")
+        if call.needs_grad:
+            return Eligibility(False, target, "no input may require grad in grad mode: the kernels have no backward")
+        if call.initial_state is not None:
+            stride = call.initial_state.stride()  # whatever from one sequence or slot to the next
+            if stride[2:] != (128, 1) or (stride[1] != 128 * 128 and call.HV > 1):
+                reason = f"initial_state must be contiguous within a sequence or slot, got strides {stride}"
+                return Eligibility(False, target, reason)
+        return serves
+
+    return supports
+
+
+_SM90 = "atrex.kernels.nvidia.chunk_gdn.sm90.runtime:chunk_gated_delta_rule"
+_SM120 = "atrex.kernels.nvidia.chunk_gdn.sm120.runtime:chunk_gated_delta_rule"
 
 _POLICY = (
-    Implementation(
-        "nvidia", "sm90", _supports_sm90, "atrex.kernels.nvidia.chunk_gdn.sm90.runtime:chunk_gated_delta_rule"
-    ),
+    Implementation("nvidia", "sm90", _supports("nvidia/sm90"), _SM90),
+    Implementation("nvidia", "sm120", _supports("nvidia/sm120"), _SM120),
+    # Machine code for capability 12.0 runs on 12.1.
+    Implementation("nvidia", "sm121", _supports("nvidia/sm121"), _SM120),
 )

@@ -1,0 +1,26 @@
+// The operator as the binding calls it.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "params.h"
+
+namespace atrex::chunk_gdn {
+
+// How a problem is cut, from its sizes alone.
+struct Plan {
+  int slots;     // chunk slots, see sequence.cuh
+  int segments;  // context parallelism
+  int warps;     // 16-row value slices that a scan block serves
+  int64_t workspace_bytes;
+};
+Plan make_plan(int batch, int tokens, int value_heads, int sequences, bool packed, int multiprocessors);
+
+// Runs on `stream` of `device`; `p.slots`, `p.segments` and `p.offsets` come from the plan. Throws std::runtime_error.
+void forward(Problem p, const Plan& plan, bool fp16, int device, cudaStream_t stream);
+
+// Copies [B, T, H, 128] 16-bit elements with any strides into contiguous memory.
+struct PackedCopy;
+void pack(const PackedCopy& copy, int device, cudaStream_t stream);
+
+}  // namespace atrex::chunk_gdn

@@ -1,0 +1,147 @@
+// Thin wrappers over the instructions that the kernels use. All of them are in sm_90 as well as in sm_120 (nothing is
+// family-specific), so that the same sources run on a Hopper card as a stand-in.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace atrex::chunk_gdn {
+
+__device__ __forceinline__ uint32_t smem_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ float exp2_approximate(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// ---- 16-bit pairs -------------------------------------------------------------------------------------------------
+
+template <class T>
+__device__ __forceinline__ uint32_t pack2(float low, float high) {
+  uint32_t packed;
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  }
+  return packed;
+}
+
+template <class T>
+__device__ __forceinline__ float2 unpack2(uint32_t packed) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u)};
+  } else {
+    return __half22float2(*reinterpret_cast<const __half2*>(&packed));
+  }
+}
+
+// ---- loads and copies ---------------------------------------------------------------------------------------------
+
+// The word or halfword at an address if `on`, else zero. Without a branch and without a use, so that several of these
+// are under way at a time.
+__device__ __forceinline__ uint32_t load_word_if(const void* address, bool on) {
+  uint32_t value;
+  asm volatile(
+      "{.reg .pred p;\n"
+      "setp.ne.b32 p, %2, 0; mov.b32 %0, 0;\n"
+      "@p ld.global.nc.b32 %0, [%1];}"
+      : "=&r"(value)
+      : "l"(address), "r"(int(on)));
+  return value;
+}
+__device__ __forceinline__ uint16_t load_half_if(const void* address, bool on) {
+  uint16_t value;
+  asm volatile(
+      "{.reg .pred p;\n"
+      "setp.ne.b32 p, %2, 0; mov.b16 %0, 0;\n"
+      "@p ld.global.nc.b16 %0, [%1];}"
+      : "=&h"(value)
+      : "l"(address), "r"(int(on)));
+  return value;
+}
+__device__ __forceinline__ uint2 load_pair_if(const void* address, bool on) {
+  uint2 value;
+  asm volatile(
+      "{.reg .pred p;\n"
+      "setp.ne.b32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0;\n"
+      "@p ld.global.nc.v2.b32 {%0, %1}, [%2];}"
+      : "=&r"(value.x), "=&r"(value.y)
+      : "l"(address), "r"(int(on)));
+  return value;
+}
+
+// Sixteen bytes into shared memory, or zeros if not `on`: then nothing is read.
+__device__ __forceinline__ void copy_async_or_clear(uint32_t to, const void* from, bool on) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(on ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// Until the thread's copies have arrived. Other threads see them behind a barrier.
+__device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// ---- programmatic dependent launch --------------------------------------------------------------------------------
+
+__device__ __forceinline__ void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void grid_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+// ---- matrix moves -------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void load_matrix(uint32_t (&fragment)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ __forceinline__ void load_matrix_transposed(uint32_t (&fragment)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(address)
+               : "memory");
+}
+// An 8x8 matrix that lies across the warp's registers.
+__device__ __forceinline__ uint32_t transpose(uint32_t rows) {
+  uint32_t columns;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(columns) : "r"(rows));
+  return columns;
+}
+
+// ---- warp matrix products -----------------------------------------------------------------------------------------
+
+// d[16 x 8] += a[16 x 16] b[16 x 8]
+template <class T>
+__device__ __forceinline__ void mma(float* d, const uint32_t* a, uint32_t b0, uint32_t b1) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+
+__device__ __forceinline__ uint32_t to_tf32(float value) {
+  uint32_t rounded;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(value));
+  return rounded;
+}
+// d[16 x 8] += a[16 x 8] b[8 x 8]
+__device__ __forceinline__ void mma_tf32(float* d, const uint32_t* a, const uint32_t* b) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+}  // namespace atrex::chunk_gdn
