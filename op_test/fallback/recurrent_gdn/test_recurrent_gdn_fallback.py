@@ -15,7 +15,7 @@ import atrex
 from atrex import _device, _dispatch
 from harness import inputs, modes, poison, reference
 from harness.compare import assert_heads_close
-from harness.recurrent import CHOICES, Case
+from harness.recurrent import CHOICES, Case, fused_gates
 from harness.throughput import cpu_ratio
 
 CPU = "cpu"
@@ -65,6 +65,28 @@ def test_verify_with_k_accepted_equals_k_decode_steps(accepted, state):
     buffer = torch.zeros(2, 4, *pool.shape[1:], dtype=state)
     again, _ = recurrent(*tokens, None, pool, state_indices=slots[:, 0], intermediate_states_buffer=buffer)
     assert torch.equal(again, o) and torch.equal(buffer[:, accepted - 1], stepped_back(pool, tokens, slots, accepted))
+
+
+@pytest.mark.parametrize("v_first", [False, True], ids=["k_first", "v_first"])
+@pytest.mark.parametrize("fused", [False, True], ids=["gates", "fused_gates"])
+def test_many_tokens_at_a_layers_sizes_equal_as_many_calls(fused, v_first):
+    """Bit for bit at the sizes of a layer, where products are added up by vectors, and in rows as in slots."""
+    N, T, HV = 3, 4, 8
+    q, k, v, g, beta = inputs.make_inputs(N, T, 4, HV, seed=4, device=CPU)
+    gates = {"g": g, "beta": beta} if not fused else fused_gates((N, T), HV, 5, CPU, torch.bfloat16)[0]
+    states = inputs.make_states(N, HV, seed=6, device=CPU, v_first=v_first)
+    options = {"use_qk_l2norm_in_kernel": True, "state_v_first": v_first}
+    pool, slots = states.repeat_interleave(T, 0), torch.arange(N * T).view(N, T)
+    in_slots, _ = recurrent(q, k, v, **gates, initial_state=pool, state_indices=slots, **options)
+    o, final = recurrent(q, k, v, **gates, initial_state=states, output_final_state=True, **options)
+    assert torch.equal(o, in_slots) and torch.equal(final, pool[slots[:, -1]])
+    for t in range(T):
+        now = slice(t, t + 1)
+        part = {name: x if x.dim() == 1 else x[:, now] for name, x in gates.items()}
+        one, states = recurrent(
+            q[:, now], k[:, now], v[:, now], **part, initial_state=states, output_final_state=True, **options
+        )  # fmt: skip
+        assert torch.equal(one, o[:, now]) and torch.equal(states, pool[slots[:, t]])
 
 
 def stepped_back(pool, tokens, slots, count):

@@ -2,7 +2,8 @@
 
 Private modes, for child processes and by hand:
     --bench, --profile    as harness/modes.py describes them
-    --table [--json FILE] the table of docs/performance/recurrent_gdn_sm90.md, with the peers that can be imported
+    --table [--json FILE] the tables of docs/performance/recurrent_gdn_sm90.md, with the peers that can be imported: of
+                          this operator, and of a layer's whole decode step, which is mostly its
     --sanitize            few launches of every kernel on small shapes, to be run under compute-sanitizer
 """
 
@@ -20,10 +21,12 @@ import torch
 import torch.nn.functional as F
 
 import atrex
-from harness import inputs, modes, poison, reference
-from harness.compare import assert_heads_close, head_errors
+from harness import gdn_layer_table, inputs, modes, poison, recurrent_table, reference
+from harness.compare import assert_heads_close
+from harness.gdn_layer import Layer
 from harness.recurrent import CHOICES, Case
-from harness.throughput import L2_BYTES, copy_bandwidth, graph_us, host_us
+from harness.recurrent_table import decode_us, state_bytes
+from harness.throughput import copy_bandwidth, host_us
 
 DEVICE = "cuda:0"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -137,6 +140,76 @@ def test_error_of_many_tokens(v_first):
     want_o, want_final, _ = reference.gated_delta_rule(*tokens, 128**-0.5, states.mT if v_first else states)
     assert_heads_close("o", o, want_o, 2, 4e-3)
     assert_heads_close("states", final.mT if v_first else final, want_final, 1, 1e-5)
+
+
+# ---- a layer: convolution, this operator, gated norm ----------------------------------------------------------------
+
+# Outputs carry the roundings of the convolution's output, of o and of the result to bfloat16; states the first alone.
+LAYER_LIMITS = {FP32: (6e-3, 1e-3), BF16: (6e-3, 4e-3)}
+layers = pytest.mark.parametrize("H, HV", [(16, 32), (8, 16), (4, 8)])
+
+
+@state_dtypes
+@layers
+def test_captured_decode_step_of_a_layer(H, HV, state):
+    """Replayed with other tokens, slots and padding it is the eager step, bit for bit, and the float64 composition."""
+    N, P = 6, 9
+    layer, slots = Layer(H, HV, seed=0, device=DEVICE), ints(*range(N))
+    conv_pool, pool = layer.conv_states(P, 1), make_states(P, HV, seed=2, dtype=state, v_first=True)
+    tokens = layer.tokens(N, 1, 3)
+    layer.step(tokens, conv_pool.clone(), pool.clone(), slots, slots)  # loads the modules
+    captured, eager = [[conv_pool.mT.clone().mT, pool.clone()] for _ in range(2)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer.step(tokens, *captured, slots, slots)
+    for i in range(4):
+        for static, new in zip(tokens, layer.tokens(N, 1, 4 + i), strict=True):
+            static.copy_(new)
+        slots.copy_(torch.randperm(P, generator=torch.Generator().manual_seed(i))[:N])
+        slots[i] = -1
+        live = [n for n in range(N) if n != i]
+        at = slots[live].long()
+        before = [x[at].clone() for x in captured]
+        graph.replay()
+        assert torch.equal(out, layer.step(tokens, *eager, slots, slots))
+        assert all(map(torch.equal, captured, eager)) and not out[i].any()
+        want, want_states = layer.reference([x[live] for x in tokens], *before)
+        assert_heads_close("out", out[live], want, 2, LAYER_LIMITS[state][0])
+        assert_heads_close("states", captured[1][at], want_states, 1, LAYER_LIMITS[state][1])
+        assert torch.equal(captured[0][at], torch.cat([before[0], tokens[0][live].mT], -1)[..., 1:])
+
+
+@pytest.mark.parametrize("accepted", [1, 2, 4])
+@state_dtypes
+def test_verify_of_a_layer_with_k_accepted_equals_k_decode_steps(state, accepted):
+    """Bit for bit, the step after it too. The convolution slides over one slot, the rule has a slot a token."""
+    N, S = 3, 4
+    layer = Layer(4, 8, seed=0, device=DEVICE)
+    tokens, more = layer.tokens(N, S, 1), layer.tokens(N, 1, 2)
+    conv_states = layer.conv_states(N, 3)
+    wide = torch.cat([conv_states.mT, torch.zeros_like(conv_states.mT)], 1).mT  # room for S - 1 tokens more
+    pool = make_states(N * S, 8, seed=4, dtype=state, v_first=True)
+    rows, slots = ints(*range(N)), ints(*range(N * S)).view(N, S)
+    stepped, first = pool.clone(), slots[:, 0]
+    out = layer.step(tokens, wide, pool, rows, slots, ints(*[1] * N))
+    after = layer.step(more, wide, pool, rows, slots, ints(*[accepted] * N))
+    for t in range(accepted):
+        now = [x[:, t : t + 1] for x in tokens]
+        assert torch.equal(layer.step(now, conv_states, stepped, rows, first), out[:, t : t + 1])
+    assert torch.equal(layer.step(more, conv_states, stepped, rows, first), after)
+    assert torch.equal(pool[first.long()], stepped[first.long()])
+
+
+@layers
+def test_decode_of_a_layer_after_its_prefill_equals_prefill_of_one_token_more(H, HV):
+    layer = Layer(H, HV, seed=0, device=DEVICE)
+    tokens = layer.tokens(2, 201, 1)
+    out, conv_states, states = layer.prefill(tokens)
+    _, conv_pool, pool = layer.prefill([x[:, :200] for x in tokens])
+    last = layer.step([x[:, 200:] for x in tokens], conv_pool, pool, ints(0, 1), ints(0, 1))
+    assert torch.equal(conv_pool, conv_states)
+    assert_heads_close("out", last, out[:, 200:], 2, 1.5e-2)
+    assert_heads_close("states", pool, states, 1, 1e-2)
 
 
 # ---- what went wrong elsewhere --------------------------------------------------------------------------------------
@@ -402,12 +475,18 @@ def test_profiler_sees_kernels_of_this_operator_alone():
     for case in seen["cases"]:
         print(f"{case['case']}: {', '.join(case['operator'])}")
         assert case["problems"] == [] and case["framework"] == []
-    names = {name for case in seen["cases"] for name in case["operator"]}
+    steps = [case["operator"] for case in seen["cases"] if case["case"].startswith("layer")]
+    names = {name for case in seen["cases"] for name in case["operator"] if not case["case"].startswith("layer")}
     assert len(names) == 9 and all(name.startswith("atrex_recurrent_gdn_") for name in names)
+    assert len(steps) == 4
+    for launches in steps:  # three, eager and replayed
+        convolution, rule, norm = launches
+        assert convolution.startswith("atrex_causal_conv1d_update_") and norm.startswith("atrex_gated_rms_norm_")
+        assert rule in names
 
 
 def profiled():
-    """A call for each of the eight kernels, and one whose inputs are packed first."""
+    """A call for each of the eight kernels, one whose inputs are packed first, and decode steps of a layer."""
 
     def case(v_first, state, dtype, layout="contiguous"):
         tokens = make_inputs(2, 2, 4, 8, seed=36, dtype=dtype, layout=layout)
@@ -420,7 +499,31 @@ def profiled():
         for state in (FP32, BF16)
         for dtype in (BF16, FP16)
     }
-    return kernels | {"packed": functools.partial(case, True, FP32, BF16, "transposed")}
+    layer_steps = {
+        f"layer, {state} states, {how}": functools.partial(layer_step, state, how == "replayed")
+        for state in (FP32, BF16)
+        for how in ("eager", "replayed")
+    }
+    return kernels | {"packed": functools.partial(case, True, FP32, BF16, "transposed")} | layer_steps
+
+
+def layer_step(state, replayed):
+    layer, rows = Layer(4, 8, seed=38, device=DEVICE), ints(0, 1)
+    tokens, conv_states = layer.tokens(2, 1, 39), layer.conv_states(2, 40)
+    states = make_states(2, 8, seed=41, dtype=state, v_first=True)
+    eager = functools.partial(layer.step, tokens, conv_states, states, rows, rows)
+    if not replayed:
+        return eager
+    eager()  # loads the modules
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = eager()
+
+    def replay():
+        graph.replay()
+        return eager, out  # whose tensors the graph uses
+
+    return replay
 
 
 def sanitize():
@@ -439,29 +542,6 @@ def sanitize():
 
 
 # ---- speed ----------------------------------------------------------------------------------------------------------
-
-
-def decode_tensors(B, H, HV, state, seed=40):
-    """Inputs of a decode step, and a pool with slots for so many steps that no step finds its states in the L2."""
-    steps = max(4, min(256, 4 * L2_BYTES // (B * HV * 128 * 128 * state.itemsize)))
-    tokens = make_inputs(B, 1, H, HV, seed=seed, unit_keys=False)
-    pool = torch.empty(B * steps, HV, 128, 128, dtype=state, device=DEVICE).normal_(0, 0.1)
-    slots = torch.randperm(B * steps, device=DEVICE, dtype=torch.int32).view(steps, B)
-    return tokens, pool, slots
-
-
-def decode_us(B, H, HV, state, v_first):
-    tokens, pool, slots = decode_tensors(B, H, HV, state)
-    return graph_us([
-        functools.partial(
-            recurrent, *tokens, None, pool, state_indices=row, state_v_first=v_first, use_qk_l2norm_in_kernel=True
-        )
-        for row in slots
-    ])  # fmt: skip
-
-
-def state_bytes(B, HV, state):
-    return 2 * B * HV * 128 * 128 * state.itemsize
 
 
 @state_dtypes
@@ -484,6 +564,20 @@ def test_one_sequence_under_5_us():
         assert us < 5
 
 
+def test_decode_step_of_a_layer_at_70_percent_of_copy_bandwidth():
+    """Three launches in a row; the outputs of the first two are counted as if they never left the L2."""
+    copy = copy_bandwidth()
+    for state in (FP32, BF16):
+        layer = Layer(16, 32, seed=0, device=DEVICE)
+        us = gdn_layer_table.step_us(layer, 128, state)
+        share = gdn_layer_table.step_bytes(layer, 128, state) / (us * 1e-6) / copy
+        print(f"layer, B=128 {state}: {us:.1f} us, {share:.0%} of a copy's {copy / 1e12:.2f} TB/s")
+        assert share >= 0.7
+        us = gdn_layer_table.step_us(layer, 1, state)
+        print(f"layer, B=1 {state}: {us:.1f} us")
+        assert us < 12
+
+
 def test_host_cost_of_an_eager_call():
     tokens, pool = make_inputs(1, 4, 4, 8, seed=41), make_states(5, 8, seed=42)
     with torch.inference_mode():
@@ -493,84 +587,6 @@ def test_host_cost_of_an_eager_call():
         ))  # fmt: skip
     print(f"eager call: {us:.1f} us")
     assert us < 25
-
-
-# ---- the table ------------------------------------------------------------------------------------------------------
-
-
-def peers():
-    """Decode steps of other libraries, for those that can be imported: name -> call(tokens, states)."""
-    found = {}
-    try:
-        from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as fla
-
-        found["FLA"] = lambda q, k, v, g, beta, states: fla(
-            q, k, v, g=g, beta=beta, initial_state=states, output_final_state=True, use_qk_l2norm_in_kernel=True
-        )
-    except ImportError as error:
-        print(f"FLA is left out: {error}")
-    try:
-        from flashinfer.gdn_decode import gated_delta_rule_decode_pretranspose as flashinfer
-
-        zeros = torch.zeros(64, device=DEVICE)
-        found["FlashInfer"] = lambda q, k, v, g, beta, states: flashinfer(
-            q, k, v, states, zeros[: v.shape[2]], g.to(q.dtype), zeros[: v.shape[2]], beta.to(q.dtype), 128**-0.5,
-            use_qk_l2norm=True,
-        )  # fmt: skip
-    except ImportError as error:
-        print(f"FlashInfer is left out: {error}")
-    return found
-
-
-def peer_us(call, B, H, HV, state):
-    tokens, pool, slots = decode_tensors(B, H, HV, state)
-    parts = pool.view(len(slots), B, *pool.shape[1:])
-    return graph_us([functools.partial(call, *tokens, part) for part in parts])
-
-
-def error_of(call, final_of, v_first):
-    """Largest relative L2 error of a head: outputs and states after one step."""
-    tokens, states = make_inputs(8, 1, 16, 32, seed=43, unit_keys=False), make_states(8, 32, seed=44, v_first=v_first)
-    want_o, want_final, _ = reference.gated_delta_rule(
-        *tokens, 128**-0.5, states.mT if v_first else states, l2norm=True
-    )
-    o, final = final_of(call, tokens, states)
-    return head_errors(o, want_o, 2).max().item(), head_errors(
-        final.mT if v_first else final, want_final, 1
-    ).max().item()
-
-
-def table():
-    copy = copy_bandwidth()
-    others = peers()
-    print(f"copy: {copy / 1e12:.2f} TB/s read and written, {torch.cuda.get_device_name(0)}, torch {torch.__version__}")
-    names = [f"atrex {layout} first" for layout in "VK"] + list(others)
-    print("states H/HV B | us, % of copy | " + ", ".join(names))
-    lines = []
-    for state in (FP32, BF16):
-        for H, HV in ((16, 32), (8, 16), (4, 8)):
-            for B in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
-                times = {names[0]: decode_us(B, H, HV, state, True), names[1]: decode_us(B, H, HV, state, False)}
-                for name, call in others.items():
-                    try:
-                        times[name] = peer_us(call, B, H, HV, state)
-                    except Exception as error:  # a peer that refuses a row does not end the table
-                        print(f"{name} fails: {str(error).splitlines()[:1]}")
-                cells = [
-                    f"{us:8.2f} {state_bytes(B, HV, state) / (us * 1e-6) / copy:4.0%}" for us in times.values()
-                ]  # fmt: skip
-                print(f"{str(state)[6:]:8} {H:2}/{HV:2} {B:4} | " + " | ".join(cells), flush=True)
-                lines.append({"state": str(state), "H": H, "HV": HV, "B": B, "us": times})
-    for v_first in (True, False):
-        own = lambda _, t, s: recurrent(*t, None, s, True, use_qk_l2norm_in_kernel=True, state_v_first=v_first)  # noqa: B023, E731
-        print(
-            f"error of outputs, states: atrex v_first={v_first}", "{:.1e} {:.1e}".format(*error_of(None, own, v_first))
-        )
-    if "FLA" in others:
-        print("error of outputs, states: FLA {:.1e} {:.1e}".format(*error_of(
-            others["FLA"], lambda call, t, s: call(*t, s), False
-        )))  # fmt: skip
-    return {"copy_bytes_per_second": copy, "rows": lines}
 
 
 def benched(B, T=1):
@@ -593,7 +609,7 @@ def main():
     if sys.argv[1:2] == ["--sanitize"]:
         return sanitize()
     if sys.argv[1:2] == ["--table"]:
-        result = table()
+        result = recurrent_table.table() | {"layer": gdn_layer_table.table(DEVICE)}
         if sys.argv[2:3] == ["--json"]:
             pathlib.Path(sys.argv[3]).write_text(json.dumps(result, indent=1))
         return None

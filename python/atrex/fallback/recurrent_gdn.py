@@ -30,11 +30,7 @@ def fused_recurrent_gated_delta_rule(call: RecurrentGdnCall) -> tuple[torch.Tens
 def _run_rows(call: RecurrentGdnCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Sequences of one length, states in their order: nothing is looked up, and nothing is read back."""
     tokens = _inputs(call)
-    dtype = tokens[0].dtype
-    if call.initial_state is None:
-        S = torch.zeros(call.B, call.HV, call.K, call.V, dtype=dtype, device=call.q.device)
-    else:
-        S = (call.initial_state.mT if call.state_v_first else call.initial_state).to(dtype)
+    S = _initial_states(call, None)
     outputs = []
     for t in range(call.T):
         o, S = _step(call, S, *(x[:, t] for x in tokens))
@@ -128,22 +124,28 @@ def _inputs(call: RecurrentGdnCall) -> tuple[torch.Tensor, ...]:
         qk = qk * (qk.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
     if call.HV != call.H:
         qk = qk.repeat_interleave(call.HV // call.H, 2)
+    # A CPU's float32 gives an element other bits within a vector than at its end, and so in one call than in many.
+    wide = torch.float64 if call.q.device.type == "cpu" else dtype
     if call.A_log is None:
-        g, beta = call.g.to(dtype), call.beta.to(dtype)
+        g, beta = call.g.to(wide), call.beta.to(dtype)
     else:
-        a, b = (x.reshape(call.B, call.T, call.HV).to(dtype) for x in (call.a, call.b))
-        g = -call.A_log.to(dtype).exp() * F.softplus(a + call.dt_bias.to(dtype))  # its own threshold is 20
-        beta = b.sigmoid()
-    return qk, call.v.to(dtype), g.exp().unsqueeze(-1), beta.unsqueeze(-1)
+        a, b = (x.reshape(call.B, call.T, call.HV).to(wide) for x in (call.a, call.b))
+        g = -call.A_log.to(wide).exp() * F.softplus(a + call.dt_bias.to(wide))  # its own threshold is 20
+        beta = b.sigmoid().to(dtype)
+    return qk, call.v.to(dtype), g.exp().to(dtype).unsqueeze(-1), beta.unsqueeze(-1)
 
 
-def _initial_states(call: RecurrentGdnCall, rows: torch.Tensor) -> torch.Tensor:
-    """States ``[len(rows), HV, K, V]`` in the dtype of the computation."""
+def _initial_states(call: RecurrentGdnCall, rows: torch.Tensor | None) -> torch.Tensor:
+    """States ``[len(rows), HV, K, V]``, all of them if None, in the dtype of the computation, contiguous.
+
+    The layout decides in which order a product adds up, and many tokens in a call have to equal many calls.
+    """
     dtype = torch.float64 if call.q.dtype is torch.float64 else torch.float32
     if call.initial_state is None:
-        return torch.zeros(len(rows), call.HV, call.K, call.V, dtype=dtype, device=call.q.device)
-    states = call.initial_state[rows]
-    return (states.mT if call.state_v_first else states).to(dtype)
+        count = call.N if rows is None else len(rows)
+        return torch.zeros(count, call.HV, call.K, call.V, dtype=dtype, device=call.q.device)
+    states = call.initial_state if rows is None else call.initial_state[rows]
+    return (states.mT if call.state_v_first else states).to(dtype).contiguous()
 
 
 def _as_stored(call: RecurrentGdnCall, states: torch.Tensor) -> torch.Tensor:
