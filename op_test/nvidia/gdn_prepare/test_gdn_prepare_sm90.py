@@ -2,7 +2,7 @@
 
 Private modes, for child processes and by hand:
     --bench, --profile    as harness/modes.py describes them
-    --table [--json FILE] the table of docs/performance/gdn_prepare_sm90.md
+    --table [--json FILE] the table of docs/performance/gdn_prepare_sm90.md, with the peers that can be imported
     --sanitize            few launches of every kernel on small shapes, to be run under compute-sanitizer
 """
 
@@ -249,11 +249,11 @@ def bytes_of(T, H, HV, gate=2):
     return T * (4 * H * 128 * 2 + 2 * HV * (gate + 4))
 
 
-def prepare_us(T, H, HV):
+def prepare_us(T, H, HV, call=prepare):
     sets = max(4, min(128, 4 * L2_BYTES // bytes_of(T, H, HV)))
     made = arguments_of([T], H, HV)
     x = made["conv_output"].expand(sets, -1, -1).clone()
-    return graph_us([functools.partial(prepare, **made | {"conv_output": x[i]}) for i in range(sets)])
+    return graph_us([functools.partial(call, **made | {"conv_output": x[i]}) for i in range(sets)])
 
 
 @pytest.mark.parametrize("H, HV", [(16, 32), (4, 8)])
@@ -279,16 +279,37 @@ def test_host_cost_of_an_eager_call():
     assert us < 25
 
 
+def peers():
+    """What other libraries that can be imported have for it, chained: name -> call, which leaves v as it lies."""
+    found = {}
+    try:
+        from fla.modules.l2norm import l2norm
+        from fla.ops.gated_delta_rule.gate import fused_gdn_gate
+
+        def fla(conv_output, a, b, A_log, dt_bias, num_k_heads, head_k_dim, **_):
+            columns = num_k_heads * head_k_dim
+            q, k = (conv_output[..., i * columns : (i + 1) * columns].unflatten(-1, (num_k_heads, -1)) for i in (0, 1))
+            return l2norm(q), l2norm(k), fused_gdn_gate(a, A_log, dt_bias), b.float().sigmoid()
+
+        found["FLA"] = fla
+    except Exception as error:  # whatever its import ends with
+        print(f"FLA is left out: {error}")
+    return found
+
+
 def table():
     copy = copy_bandwidth()
+    calls = {"atrex": prepare, **peers()}
     print(f"copy: {copy / 1e12:.2f} TB/s read and written, {torch.cuda.get_device_name(0)}, torch {torch.__version__}")
-    print("H/HV tokens | us, % of copy")
+    print("H/HV tokens | us, % of copy | " + ", ".join(calls))
     lines = []
     for H, HV in ((16, 32), (8, 16), (4, 8)):
         for T in (1, 128, 1024, 8192):
-            us = prepare_us(T, H, HV)
-            print(f"{H:2}/{HV:2} {T:5} | {us:8.2f} {bytes_of(T, H, HV) / (us * 1e-6) / copy:4.0%}", flush=True)
-            lines.append({"H": H, "HV": HV, "T": T, "us": us})
+            with torch.no_grad():
+                times = {name: prepare_us(T, H, HV, call) for name, call in calls.items()}
+            cells = [f"{us:8.2f} {bytes_of(T, H, HV) / (us * 1e-6) / copy:4.0%}" for us in times.values()]
+            print(f"{H:2}/{HV:2} {T:5} | " + " | ".join(cells), flush=True)
+            lines.append({"H": H, "HV": HV, "T": T, "us": times})
     return {"copy_bytes_per_second": copy, "rows": lines}
 
 
