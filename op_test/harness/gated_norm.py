@@ -70,6 +70,9 @@ class Case:
         x = self.arguments["x"]
         assert out.dtype is x.dtype and out.is_contiguous() and out.shape == x.shape
         want, D = expected(**self.arguments), self.choices["D"]
-        assert_heads_close("out", out.view(-1, D), want.reshape(-1, D), 0, LIMITS[out.dtype])
+        got = out.double()
+        if out.dtype is torch.float16:  # its smallest numbers are further apart than a share of them
+            got = torch.where((got - want).abs() <= 2**-25, want, got)
+        assert_heads_close("out", got.view(-1, D), want.reshape(-1, D), 0, LIMITS[out.dtype])
         if out.dtype in (torch.bfloat16, torch.float16) and out.numel() > 2000:
             assert differing(out, want) < 5e-3  # the other rounding differs in more than a fifth
