@@ -230,8 +230,8 @@ __device__ __forceinline__ void prepare(const Problem& p) {
   if (item.live <= 0) return;
   const uint32_t k = smem_address(smem.tiles.k), q = smem_address(smem.tiles.q);
   const int head = item.first_head / (p.value_heads / p.heads);
-  copy_tile<kThreads>(k, p.k, item.batch, item.token, head, item.live);
-  copy_tile<kThreads>(q, p.q, item.batch, item.token, head, item.live);
+  TileCopy<kThreads>(k, p.k, item.batch, item.token, head, item.live).all();
+  TileCopy<kThreads>(q, p.q, item.batch, item.token, head, item.live).all();
   LaneGates gates{};
   if (warp < item.members) gates = load_gates(p, item, warp);
   copy_wait();

@@ -77,12 +77,18 @@ __device__ __forceinline__ uint2 load_pair_if(const void* address, bool on) {
   return value;
 }
 
+__device__ __forceinline__ void store_pair_if(void* address, uint2 value, bool on) {
+  asm volatile(
+      "{.reg .pred p;\n"
+      "setp.ne.b32 p, %3, 0;\n"
+      "@p st.global.v2.b32 [%0], {%1, %2};}" ::"l"(address),
+      "r"(value.x), "r"(value.y), "r"(int(on))
+      : "memory");
+}
+
 // Sixteen bytes into shared memory, or zeros if not `on`: then nothing is read.
 __device__ __forceinline__ void copy_async_or_clear(uint32_t to, const void* from, bool on) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(on ? 16 : 0) : "memory");
-}
-__device__ __forceinline__ void copy_async(uint32_t to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 // Until the thread's copies have arrived. Other threads see them behind a barrier.
 __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }

@@ -97,12 +97,13 @@ __device__ __forceinline__ void round_state(uint32_t (&operand)[32], const float
   for (int i = 0; i < 32; ++i) operand[i] = pack2<T>(s[2 * i], s[2 * i + 1]);
 }
 
-// d[16 rows x 64 tokens] += S^T tile^T
-template <class T>
+// d[16 rows x 64 tokens] += S^T tile^T. `between(step)` is work for the time that the tensor unit takes for a step.
+inline constexpr int kStateSteps = kHeadDim / 16;
+template <class T, class Between>
 __device__ __forceinline__ void multiply_state(float (&d)[32], const uint32_t (&operand)[32], uint32_t tile,
-                                               const BlockAddress& block) {
+                                               const BlockAddress& block, Between between) {
 #pragma unroll
-  for (int step = 0; step < kHeadDim / 16; ++step) {
+  for (int step = 0; step < kStateSteps; ++step) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       uint32_t b[4];
@@ -110,6 +111,7 @@ __device__ __forceinline__ void multiply_state(float (&d)[32], const uint32_t (&
       mma<T>(d + 8 * i, operand + 4 * step, b[0], b[1]);
       mma<T>(d + 8 * i + 4, operand + 4 * step, b[2], b[3]);
     }
+    between(step);
   }
 }
 
@@ -195,41 +197,47 @@ __device__ __forceinline__ void scan(const Problem& p) {
   const BlockAddress by_rows = BlockAddress::by_rows(), by_columns = BlockAddress::by_columns();
   const int head = work.value_head / (p.value_heads / p.heads);
   const int64_t token_stride = int64_t(p.value_heads) * kHeadDim;
-  const auto* v_of_lane = static_cast<const T*>(p.v.data) + seq.batch * p.v.stride_b +
-                          int64_t(seq.start + group) * p.v.stride_t + work.value_head * p.v.stride_h +
-                          slice * kSliceRows + 4 * t;
-  auto* out_of_lane = static_cast<T*>(p.out) + (int64_t(seq.batch) * p.tokens + seq.start + group) * token_stride +
-                      work.value_head * kHeadDim + slice * kSliceRows + 4 * t;
+  // A lane's places in v, of the chunk to be loaded, and in the outputs, of the chunk at work.
+  const int64_t first_token = seq.start + first * kChunk + group;
+  const auto* v_from = static_cast<const T*>(p.v.data) + seq.batch * p.v.stride_b + first_token * p.v.stride_t +
+                       work.value_head * p.v.stride_h + slice * kSliceRows + 4 * t;
+  auto* out_to = static_cast<T*>(p.out) + (int64_t(seq.batch) * p.tokens + first_token) * token_stride +
+                 work.value_head * kHeadDim + slice * kSliceRows + 4 * t;
 
-  auto copy_chunk = [&](Stage<kPass>& stage, int chunk) {
-    const int live = min(kChunk, seq.length - chunk * kChunk);
-    const int token = seq.start + chunk * kChunk;
-    copy_tile<kThreads>(smem_address(stage.k), p.k, seq.batch, token, head, live);
-    if constexpr (kOutputs) copy_tile<kThreads>(smem_address(stage.q), p.q, seq.batch, token, head, live);
+  // The copies of a chunk's tiles into a stage, for the chunk `end` of nothing: without branches, so that the compiler
+  // can spread them over the matrix products around.
+  using Copy = TileCopy<kThreads>;
+  auto live_tokens = [&](int chunk) { return chunk < end ? seq.length - chunk * kChunk : 0; };
+  auto copy = [&](const void* tile, const Activation& x, int chunk) {
+    return Copy(smem_address(tile), x, seq.batch, seq.start + chunk * kChunk, head, live_tokens(chunk));
+  };
+  constexpr int kPreparedQuads = sizeof(Stage<kPass>::prepared) / 16;
+  constexpr int kPreparedPasses = (kPreparedQuads + kThreads - 1) / kThreads;
+  static_assert(kPreparedPasses <= kStateSteps, "one pass a step");
+  auto copy_prepared = [&](Stage<kPass>& stage, int chunk, int pass) {
     const auto* from = reinterpret_cast<const uint4*>(p.prepared(seq.slot + chunk, work.value_head));
-    const uint32_t to = smem_address(&stage.prepared);
-    constexpr int kQuads = sizeof(stage.prepared) / 16;
-#pragma unroll
-    for (int i = 0; i < kQuads; i += kThreads) {
-      const int at = i + int(threadIdx.x);
-      if (at < kQuads) copy_async(to + at * 16, from + at);
-    }
+    const int at = pass * kThreads + int(threadIdx.x);
+    if (at < kPreparedQuads) copy_async_or_clear(smem_address(&stage.prepared) + at * 16, from + at, chunk < end);
   };
   // The four values that a lane has of tokens 8 n + group; zeros past the sequence's end: those tokens belong to the
   // next one, and nothing of theirs may be multiplied, not even by zero.
   uint2 v[8];
   auto load_v = [&](int chunk) {
-    const int live = work.identity ? 0 : seq.length - chunk * kChunk;
-    const T* from = v_of_lane + int64_t(chunk) * kChunk * p.v.stride_t;
+    const int live = work.identity ? 0 : live_tokens(chunk);
 #pragma unroll
-    for (int n = 0; n < 8; ++n) v[n] = load_pair_if(from + 8 * n * p.v.stride_t, 8 * n + group < live);
+    for (int n = 0; n < 8; ++n) {
+      v[n] = load_pair_if(v_from, 8 * n + group < live);
+      v_from += 8 * p.v.stride_t;
+    }
   };
-  int64_t checkpoint_row = 0;
-  if (kOutputs && p.checkpoint_chunks) checkpoint_row = checkpoints_before(p, work.sequence);
 
   // ---- The walk
   if (first < end) {
-    copy_chunk(stages[first & 1], first);
+    auto& stage = stages[first & 1];
+    copy(stage.k, p.k, first).all();
+    if constexpr (kOutputs) copy(stage.q, p.q, first).all();
+#pragma unroll
+    for (int pass = 0; pass < kPreparedPasses; ++pass) copy_prepared(stage, first, pass);
     load_v(first);
   }
 #pragma unroll 1
@@ -237,7 +245,6 @@ __device__ __forceinline__ void scan(const Problem& p) {
     // This chunk's tiles are there, and all warps are done with those of the chunk before: fill their place.
     copy_wait();
     __syncthreads();
-    if (chunk + 1 < end) copy_chunk(stages[~chunk & 1], chunk + 1);
     const Stage<kPass>& stage = stages[chunk & 1];
     const auto& prepared = reinterpret_cast<const Prepared&>(stage.prepared);
     const ChunkGates& gates = prepared.gates;
@@ -247,12 +254,23 @@ __device__ __forceinline__ void scan(const Problem& p) {
 
     float x[32] = {};  // S^T K^T, then r, then u
     round_state<T>(s_operand, s);
-    multiply_state<T>(x, s_operand, smem_address(stage.k), by_rows);
+    auto& next_stage = stages[~chunk & 1];
+    constexpr int kStepsAPass = kStateSteps / Copy::kPasses;
+    auto next_k = copy(next_stage.k, p.k, chunk + 1);
+    [[maybe_unused]] auto next_q = next_k;
+    if constexpr (kOutputs) next_q = copy(next_stage.q, p.q, chunk + 1);
+    multiply_state<T>(x, s_operand, smem_address(stage.k), by_rows, [&](int step) {
+      if (step < kPreparedPasses) copy_prepared(next_stage, chunk + 1, step);
+      if (step % kStepsAPass == 0) {
+        next_k.pass();
+        if constexpr (kOutputs) next_q.pass();
+      }
+    });
     const float decay_chunk = gates.decay_chunk[0];
 #pragma unroll
     for (int i = 0; i < 64; ++i) s[i] *= decay_chunk;
     float y[32] = {};  // S^T Q^T, then o
-    if constexpr (kOutputs) multiply_state<T>(y, s_operand, smem_address(stage.q), by_rows);
+    if constexpr (kOutputs) multiply_state<T>(y, s_operand, smem_address(stage.q), by_rows, [](int) {});
 
     uint32_t operand[16];
 #pragma unroll
@@ -267,7 +285,7 @@ __device__ __forceinline__ void scan(const Problem& p) {
         operand[2 * n + i] = pack2<T>(r[0], r[1]);
       }
     }
-    if (chunk + 1 < end) load_v(chunk + 1);
+    load_v(chunk + 1);
     multiply_lower<T>(x, operand, prepared.inverse);
 
     uint32_t u[16];
@@ -304,18 +322,22 @@ __device__ __forceinline__ void scan(const Problem& p) {
       }
       multiply_lower<T>(y, u, prepared.scores);
       const int live = seq.length - chunk * kChunk;
-      T* to = out_of_lane + int64_t(chunk) * kChunk * token_stride;
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
         const uint2 packed = {transpose(pack2<T>(y[4 * n], y[4 * n + 1])),
                               transpose(pack2<T>(y[4 * n + 2], y[4 * n + 3]))};
-        if (8 * n + group < live) *reinterpret_cast<uint2*>(to + 8 * n * token_stride) = packed;
+        store_pair_if(out_to, packed, 8 * n + group < live);
+        out_to += 8 * token_stride;
       }
       if (p.checkpoint_chunks && (chunk + 1) % p.checkpoint_chunks == 0 && (chunk + 1) * kChunk <= seq.length) {
-        store_state(s, p.checkpoints, checkpoint_row + (chunk + 1) / p.checkpoint_chunks - 1, work.value_head, slice);
+        // Looked up anew: registers are short, and this is rare.
+        const int row = checkpoints_before(p, work.sequence) + (chunk + 1) / p.checkpoint_chunks - 1;
+        store_state(s, p.checkpoints, row, work.value_head, slice);
       }
     }
   }
+
+  copy_wait();  // those of nothing
 
   // ---- The state that this segment leaves behind
   if constexpr (kOutputs) {

@@ -10,24 +10,41 @@ namespace atrex::chunk_gdn {
 inline constexpr int kRowBytes = kHeadDim * 2;
 inline constexpr int kTileBytes = kChunk * kRowBytes;
 
-// A block of kThreads starts to copy the tokens from `token` on; rows from `live` on become zero. live > 0.
+// A block of kThreads copies the tokens from `token` on, some rows a pass; rows from `live` on become zero, and nothing
+// of theirs is read.
 template <int kThreads>
-__device__ __forceinline__ void copy_tile(uint32_t tile, const Activation& x, int64_t batch, int64_t token,
-                                          int64_t head, int live) {
-  constexpr int kPieces = kRowBytes / 16;
-  constexpr int kRowsPerPass = kThreads / kPieces;
-  static_assert(kRowsPerPass % 8 == 0, "a thread's place in a row is the same in all of its rows");
-  const int piece = threadIdx.x % kPieces, first = threadIdx.x / kPieces;
-  const char* from =
-      static_cast<const char*>(x.data) + (batch * x.stride_b + token * x.stride_t + head * x.stride_h) * 2 + piece * 16;
-  tile += first * kRowBytes + (piece ^ (first & 7)) * 16;
-#pragma unroll
-  for (int i = 0; i < kChunk / kRowsPerPass; ++i) {
-    const int row = first + i * kRowsPerPass;
-    const bool on = row < live;
-    copy_async_or_clear(tile + i * kRowsPerPass * kRowBytes, from + (on ? row * x.stride_t * 2 : 0), on);
+class TileCopy {
+  static constexpr int kPieces = kRowBytes / 16;
+  static constexpr int kRows = kThreads / kPieces;
+  static_assert(kRows % 8 == 0, "a thread's place in a row is the same in all of its rows");
+
+ public:
+  static constexpr int kPasses = kChunk / kRows;
+
+  __device__ TileCopy(uint32_t tile, const Activation& x, int64_t batch, int64_t token, int64_t head, int live)
+      : live_(live - int(threadIdx.x / kPieces)), step_(kRows * x.stride_t * 2) {
+    const int row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
+    from_ = static_cast<const char*>(x.data) +
+            (batch * x.stride_b + (token + row) * x.stride_t + head * x.stride_h) * 2 + piece * 16;
+    to_ = tile + row * kRowBytes + (piece ^ (row & 7)) * 16;
   }
-}
+  __device__ void pass() {
+    copy_async_or_clear(to_, from_, live_ > 0);
+    from_ += step_;
+    to_ += kRows * kRowBytes;
+    live_ -= kRows;
+  }
+  __device__ void all() {
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) pass();
+  }
+
+ private:
+  const char* from_;
+  uint32_t to_;
+  int live_;
+  int64_t step_;
+};
 
 // The address that a lane gives to ldmatrix for the 16x16 block of rows 16 i .. and features 16 j ..
 class BlockAddress {
