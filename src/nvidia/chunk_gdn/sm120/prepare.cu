@@ -95,8 +95,7 @@ __device__ __forceinline__ Item find_item(const Problem& p, int index) {
   const int ratio = p.value_heads / p.heads;
   const int parts = item_parts(p.heads, p.value_heads);
   const int slot = index / (p.heads * parts), head = index / parts % p.heads;
-  const int sequence = sequence_of_slot(p, slot);
-  const Sequence seq = sequence < 0 ? Sequence{} : sequence_at(p, sequence);
+  const Sequence seq = sequence_of_slot(p, slot);
   Item item;
   item.batch = seq.batch;
   item.token = seq.start + (slot - seq.slot) * kChunk;
@@ -215,15 +214,17 @@ template <class T>
 __device__ __forceinline__ void prepare(const Problem& p) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   auto& smem = *reinterpret_cast<Memory*>(dynamic_smem);
-  // Through a shuffle, so that the compiler knows it to be uniform in the warp.
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  // Later rows are longer: blocks take turns in which of their warps has the last ones, since a multiprocessor gives
+  // each warp of a block to a scheduler of its own. Through a shuffle, so that the compiler knows it to be uniform in
+  // the warp.
+  const int warp = __shfl_sync(0xffffffffu, (threadIdx.x / 32 + blockIdx.x) % 4, 0);
   grid_launch_dependents();
   const int items = p.slots * p.heads * item_parts(p.heads, p.value_heads);
   if (blockIdx.x >= items) return clear_unused(p, blockIdx.x - items);
 
   if (warp == 0) {
     const Item found = find_item(p, blockIdx.x);
-    if (threadIdx.x == 0) smem.item = found;
+    if (threadIdx.x % 32 == 0) smem.item = found;
   }
   __syncthreads();
   const Item item = smem.item;
