@@ -363,8 +363,9 @@ inline void launch_scan(const Problem& p, int warps, cudaStream_t stream, const 
     launch(kernels.transfer, heads * (2 * p.segments - 3) * 2, 128, kScanBytes<Pass::kTransfer>, /*overlap=*/true,
            stream, p);
   }
+  // Without tokens nothing of this operator runs before it, and a foreign kernel may let it start too early.
   launch(warps == 4 ? kernels.outputs_4 : kernels.outputs_8, heads * p.segments * (kSlices / warps), warps * 32,
-         kScanBytes<Pass::kOutputs>, /*overlap=*/true, stream, p);
+         kScanBytes<Pass::kOutputs>, /*overlap=*/p.tokens > 0, stream, p);
 }
 
 }  // namespace atrex::chunk_gdn
