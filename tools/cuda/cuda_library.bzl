@@ -55,6 +55,7 @@ def _cuda_library_impl(ctx):
             # For profilers and compute-sanitizer. Not in other modes: it writes the sources' modification times into
             # the machine code, and no two checkouts would build the same library.
             args.add("-lineinfo")
+            args.add("-DATREX_RACECHECK")
         args.add_all(ctx.attr.copts)
         args.add_all(headers.includes, before_each = "-I")
         args.add_all(headers.quote_includes, before_each = "-I")

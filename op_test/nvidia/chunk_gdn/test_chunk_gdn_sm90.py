@@ -18,7 +18,7 @@ def plan_of(case):
     from atrex.kernels.nvidia.chunk_gdn.sm90 import runtime
 
     B, T, N = case.sizes
-    _, segments, warpgroups, _, overlap, _ = runtime._plan(B, T, case.H, case.HV, N, case.packed, DEVICE.index)
+    _, segments, warpgroups, _, _, overlap, _ = runtime._plan(B, T, case.H, case.HV, N, case.packed, DEVICE.index)
     return f"{'segments ' if segments > 1 else 'overlap ' if overlap else ''}{warpgroups}x64"
 
 

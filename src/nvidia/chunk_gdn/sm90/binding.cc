@@ -62,8 +62,8 @@ void forward_binding(const py::tuple& sizes, const py::tuple& plan, bool fp16, f
   p.checkpoint_rows = checkpoint_rows;
   p.workspace = reinterpret_cast<unsigned char*>(workspace);
   forward(p,
-          {int(item(plan, 0)), int(item(plan, 1)), int(item(plan, 2)), int(item(plan, 3)), bool(item(plan, 4)),
-           item(plan, 5)},
+          {int(item(plan, 0)), int(item(plan, 1)), int(item(plan, 2)), int(item(plan, 3)), int(item(plan, 4)),
+           bool(item(plan, 5)), item(plan, 6)},
           fp16, device, reinterpret_cast<cudaStream_t>(stream));
 }
 
@@ -78,8 +78,8 @@ void pack_binding(const py::tuple& from, int batch, int tokens, int heads, uintp
 PYBIND11_MODULE(_native, m) {
   m.def("plan", [](int batch, int tokens, int heads, int value_heads, int sequences, bool packed, int multiprocessors) {
     const Plan plan = make_plan(batch, tokens, heads, value_heads, sequences, packed, multiprocessors);
-    return py::make_tuple(plan.slots, plan.segments, plan.warpgroups, plan.prepare_blocks, int(plan.overlap),
-                          plan.workspace_bytes);
+    return py::make_tuple(plan.slots, plan.segments, plan.warpgroups, plan.prepare_blocks, plan.scan_blocks,
+                          int(plan.overlap), plan.workspace_bytes);
   });
   m.def("forward", &forward_binding);
   m.def("pack", &pack_binding);

@@ -63,13 +63,16 @@ void forward(Problem p, const Plan& plan, bool fp16, int device, cudaStream_t st
   p.segments = plan.segments;
   p.overlap = plan.overlap;
   p.offsets = workspace_of(plan.slots, p.heads, p.value_heads, p.sequences, plan.segments);
+  // The preparation is on its way before the rest is described.
+  ScanMaps maps{};
+  maps.k = encode(p.k, p.batch, p.tokens, p.heads, fp16);
+  maps.q = encode(p.q, p.batch, p.tokens, p.heads, fp16);
+  if (p.tokens > 0) launch_prepare(p, fp16, plan.prepare_blocks, maps.k, maps.q, stream);
   const Activation out = {p.out, int64_t(p.tokens) * p.value_heads * kHeadDim, int64_t(p.value_heads) * kHeadDim,
                           kHeadDim};
-  const ScanMaps maps = {encode(p.k, p.batch, p.tokens, p.heads, fp16), encode(p.q, p.batch, p.tokens, p.heads, fp16),
-                         encode(p.v, p.batch, p.tokens, p.value_heads, fp16),
-                         encode(out, p.batch, p.tokens, p.value_heads, fp16)};
-  if (p.tokens > 0) launch_prepare(p, fp16, plan.prepare_blocks, maps.k, maps.q, stream);
-  (fp16 ? launch_scan_fp16 : launch_scan_bf16)(p, plan.warpgroups, maps, stream);
+  maps.v = encode(p.v, p.batch, p.tokens, p.value_heads, fp16);
+  maps.out = encode(out, p.batch, p.tokens, p.value_heads, fp16);
+  (fp16 ? launch_scan_fp16 : launch_scan_bf16)(p, plan.warpgroups, plan.scan_blocks, maps, stream);
 }
 
 void pack(const PackedCopy& copy, int device, cudaStream_t stream) {

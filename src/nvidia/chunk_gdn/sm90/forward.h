@@ -9,11 +9,11 @@ namespace atrex::chunk_gdn {
 
 // How a problem is cut, from its sizes alone.
 struct Plan {
-  int slots;       // chunk slots, see sequence.cuh
-  int segments;    // context parallelism
-  int warpgroups;  // 64-row value slices that a scan block serves
-  int prepare_blocks;
-  bool overlap;  // the scan runs beside the preparation
+  int slots;                        // chunk slots, see sequence.cuh
+  int segments;                     // context parallelism
+  int warpgroups;                   // 64-row value slices that a scan block serves
+  int prepare_blocks, scan_blocks;  // at most
+  bool overlap;                     // the scan runs beside the preparation
   int64_t workspace_bytes;
 };
 Plan make_plan(int batch, int tokens, int heads, int value_heads, int sequences, bool packed, int multiprocessors);

@@ -64,14 +64,15 @@ __device__ __forceinline__ void invert_diagonal(float (*rows)[kPitch], int first
   float x21[4] = {};
   load_b(b, rows, first, first);
   mma_tf32(x21, left, b);
+  __syncwarp();
   *reinterpret_cast<float2*>(&rows[first + 8 + group][first + 2 * t]) = {x21[0], x21[1]};
   __syncwarp();
 }
 
-// The row that a lane names to stmatrix, and a 16x16 block's place in a swizzled 64x64 tile.
-__device__ __forceinline__ uint32_t block_offset(int warp, int block) {
-  const uint32_t lane = threadIdx.x % 32, row = warp * 16 + (lane / 8 & 1) * 8 + lane % 8;
-  return row * 128 + ((2 * block + lane / 16) ^ (row & 7)) * 16;
+// The row that a lane names to stmatrix for a 16x16 block in a packed triangular tile (params.h).
+__device__ __forceinline__ uint32_t packed_block(int warp, int block) {
+  const uint32_t lane = threadIdx.x % 32;
+  return packed_column(block) + (2 * (warp - block) + (lane / 8 & 1)) * kGroupBytes + lane / 16 * 128 + lane % 8 * 16;
 }
 
 // Inverts the block matrix in place; its strictly lower part goes into the tile, once that has left shared memory.
@@ -80,41 +81,36 @@ template <class T, class Sync>
 __device__ __forceinline__ void invert(int warp, float (*blocks)[kPitch], uint32_t tile, Sync sync) {
   const int group = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   invert_diagonal(blocks, 16 * warp);
-  // -(X_ss L_sj) for the blocks left of the diagonal, as A fragments
-  uint32_t left[3][2][4];
-  {
-    uint32_t diagonal[2][4];
+  uint32_t diagonal[2][4];  // -X_ss
 #pragma unroll
-    for (int step = 0; step < 2; ++step) {
-      const int column = 16 * warp + 8 * step + 2 * t;
-      const float2 upper = *reinterpret_cast<float2*>(&blocks[16 * warp + group][column]);
-      const float2 lower = *reinterpret_cast<float2*>(&blocks[16 * warp + group + 8][column]);
-      const float negative[4] = {-upper.x, -upper.y, -lower.x, -lower.y};
-      accumulator_to_a(diagonal[step], negative);
-    }
+  for (int step = 0; step < 2; ++step) {
+    const int column = 16 * warp + 8 * step + 2 * t;
+    const float2 upper = *reinterpret_cast<float2*>(&blocks[16 * warp + group][column]);
+    const float2 lower = *reinterpret_cast<float2*>(&blocks[16 * warp + group + 8][column]);
+    const float negative[4] = {-upper.x, -upper.y, -lower.x, -lower.y};
+    accumulator_to_a(diagonal[step], negative);
+  }
+  if (threadIdx.x % 128 == 0) store_wait_read();
+
+  // Block rows top down: once row m is final, every row below takes its share of it.
+  float inverse[6][4] = {};
 #pragma unroll
-    for (int j = 0; j < 3; ++j) {
-      if (j >= warp) continue;
+  for (int m = 0; m < 3; ++m) {
+    uint32_t left[2][4];  // -(X_ss L_sm)
+    if (warp > m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float product[4] = {};
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
           uint32_t b[2];
-          load_b(b, blocks, 16 * warp + 8 * step, 16 * j + 8 * half);
+          load_b(b, blocks, 16 * warp + 8 * step, 16 * m + 8 * half);
           mma_tf32(product, diagonal[step], b);
         }
-        accumulator_to_a(left[j][half], product);
+        accumulator_to_a(left[half], product);
       }
     }
-  }
-  if (threadIdx.x % 128 == 0) store_wait_read();
-  sync();
-
-  // Block rows top down: row m is final, every row below takes its share of it.
-  float inverse[6][4] = {};
-#pragma unroll
-  for (int m = 0; m < 3; ++m) {
+    sync();
     if (warp > m) {
 #pragma unroll
       for (int n = 0; n < 2 * m + 2; ++n) {
@@ -122,28 +118,28 @@ __device__ __forceinline__ void invert(int warp, float (*blocks)[kPitch], uint32
         for (int step = 0; step < 2; ++step) {
           uint32_t b[2];
           load_b(b, blocks, 16 * m + 8 * step, 8 * n);
-          mma_tf32(inverse[n], left[m][step], b);
+          mma_tf32(inverse[n], left[step], b);
         }
       }
     }
-    if (m == 2) break;  // nobody reads the last row
-    if (warp == m + 1) {
+    // Nobody reads the last row.
+    if (m < 2 && warp == m + 1) {
 #pragma unroll
       for (int n = 0; n < 2 * m + 2; ++n) store_accumulator(blocks, 16 * warp, 8 * n, inverse[n]);
     }
-    sync();
   }
 
 #pragma unroll
   for (int block = 0; block < 4; ++block) {
-    uint32_t fragment[4] = {};
+    if (block > warp) break;
+    uint32_t fragment[4];
     if (block < 3 && block < warp) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float* values = inverse[block < 3 ? 2 * block + e / 2 : 0] + e % 2 * 2;
         fragment[e] = pack2<T>(values[0], values[1]);
       }
-    } else if (block == warp) {
+    } else {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int row = group + e % 2 * 8, column = e / 2 * 8 + 2 * t;
@@ -151,7 +147,7 @@ __device__ __forceinline__ void invert(int warp, float (*blocks)[kPitch], uint32
         fragment[e] = pack2<T>(row > column ? x.x : 0.f, row > column + 1 ? x.y : 0.f);
       }
     }
-    store_matrix(tile + block_offset(warp, block), fragment);
+    store_matrix(tile + packed_block(warp, block), fragment);
   }
 }
 

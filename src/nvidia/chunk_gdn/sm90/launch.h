@@ -41,8 +41,8 @@ struct ScanMaps {
   CUtensorMap k, q, v, out;
 };
 // `warpgroups`: 64-row value slices that one block serves, 1 or 2.
-void launch_scan_bf16(const Problem& p, int warpgroups, const ScanMaps& maps, cudaStream_t stream);
-void launch_scan_fp16(const Problem& p, int warpgroups, const ScanMaps& maps, cudaStream_t stream);
+void launch_scan_bf16(const Problem& p, int warpgroups, int blocks, const ScanMaps& maps, cudaStream_t stream);
+void launch_scan_fp16(const Problem& p, int warpgroups, int blocks, const ScanMaps& maps, cudaStream_t stream);
 
 // Copies a [B, T, H, D] tensor of 16-bit elements with any strides into contiguous memory.
 struct PackedCopy {

@@ -11,6 +11,7 @@ namespace atrex::chunk_gdn {
 inline constexpr int kChunk = 64;      // tokens of a chunk
 inline constexpr int kHeadDim = 128;   // K = V
 inline constexpr int kSliceRows = 64;  // value rows that one state warpgroup owns
+inline constexpr int kTileElements = kChunk * kChunk;
 
 enum class DataType : int { kFloat32, kBFloat16, kFloat16 };
 
@@ -54,7 +55,16 @@ __host__ __device__ inline int item_parts(int heads, int value_heads) {
 
 // Workspace: per (slot, v-head) the strictly lower inverse, the scores and the gates; a counter an item, for a scan
 // that runs beside the preparation; then what context parallelism hands from its transfer pass to the scan.
-inline constexpr size_t kTileBytes = size_t{kChunk} * kChunk * 2;
+inline constexpr size_t kTileBytes = kTileElements * 2 * 10 / 16;
+// Scores and inverses are lower triangular: of their 16x16 blocks only those on and below the diagonal are kept. A
+// block column is a stack of 8-row groups, each two 8x8 blocks of 128 bytes side by side, as wgmma reads an operand
+// without swizzle; in the workspace the columns are packed, in the scan's shared memory each has its full height.
+inline constexpr uint32_t kGroupBytes = 256;
+inline constexpr uint32_t kColumnBytes = kChunk / 8 * kGroupBytes;
+__host__ __device__ constexpr uint32_t packed_column(int column) {  // where the column's group 2 column begins
+  return column * kColumnBytes - column * (column - 1) * kGroupBytes;
+}
+static_assert(packed_column(3) + 2 * kGroupBytes == kTileBytes);
 inline constexpr size_t kStateFloatBytes = size_t{kHeadDim} * kHeadDim * 4;
 inline constexpr size_t kTransferBytes = size_t{kHeadDim} * kHeadDim * 2;
 

@@ -7,13 +7,14 @@ namespace atrex::chunk_gdn {
 namespace {
 
 // Microseconds on an H200 (docs/performance/chunk_gdn_sm90.md). They need not be exact: plans lie far apart.
-constexpr float kScanStep[] = {1.03f, 1.7f};  // one chunk in a scan block of one, of two slices
+constexpr float kScanStep[] = {1.03f, 1.6f};  // one chunk in a scan block of one, of two slices
 constexpr float kScanStart = 6.f;             // first loads, states in and out
 constexpr float kTransferStep = 1.3f;
 constexpr float kTransferStart = 8.f;
 constexpr float kApplyTransfer = 1.5f;
-constexpr float kPrepareHead = 1.5f;  // one chunk of one v-head on one multiprocessor
+constexpr float kPrepareHead = 1.35f;  // one chunk of one v-head on one multiprocessor
 constexpr float kPrepareStart = 8.f;
+constexpr float kPrepareLead = 1.1f;  // how much faster than the scan the preparation beside it is
 constexpr int kMaxSegments = 32;
 
 int ceil_divide(int64_t a, int64_t b) { return int((a + b - 1) / b); }
@@ -47,10 +48,16 @@ Plan make_plan(int batch, int tokens, int heads, int value_heads, int sequences,
         plan.segments = segments;
         plan.warpgroups = warpgroups;
         plan.overlap = overlap;
-        plan.prepare_blocks = multiprocessors - (overlap ? int(blocks) : 0);
+        plan.prepare_blocks = multiprocessors;
+        if (overlap) {
+          // Just fast enough: far ahead of the scan, it takes bandwidth from it, and what it writes leaves L2 unread.
+          const float rate = kPrepareLead * kPrepareHead * sequences * value_heads / kScanStep[0];
+          plan.prepare_blocks = std::min(multiprocessors - int(blocks), int(rate) + 1);
+        }
       }
     }
   }
+  plan.scan_blocks = multiprocessors;
   plan.slots = packed ? tokens / kChunk + sequences : total_chunks;
   plan.workspace_bytes = int64_t(workspace_of(plan.slots, heads, value_heads, sequences, plan.segments).bytes);
   return plan;

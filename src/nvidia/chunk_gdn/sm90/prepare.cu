@@ -11,6 +11,7 @@
 // systems warpgroup fetches items, keeps both products in registers, and writes scores and systems, the inverse
 // warpgroup inverts one system after the other. Two teams share a persistent block, so that one's latencies hide the
 // other's. In every warpgroup, warp w owns rows 16w..16w+15.
+#include "chunk.cuh"
 #include "gates.cuh"
 #include "inverse.cuh"
 #include "launch.h"
@@ -21,19 +22,18 @@ namespace atrex::chunk_gdn {
 namespace {
 
 constexpr int kTeams = 2;
-constexpr int kTeamThreads = 256;
-constexpr int kThreads = kTeams * kTeamThreads;
+constexpr int kThreads = kPrepareThreads;
+constexpr int kTeamThreads = kThreads / kTeams;
 constexpr int kMaxMembers = kItemHeads;  // one scores warp loads the gates of one v-head
 static_assert(kMaxMembers == 4);
-constexpr int kTileElements = kChunk * kChunk;
 constexpr int kLoadBytes = 4 * kTileElements * 2;
-constexpr float kNormEpsilon = 1e-6f;
 
 // One work item.
 struct Item {
   int64_t first_tile;       // index of the first v-head's tiles
   int batch, token, live;   // first token; tokens inside the sequence, none if the slot is not used
   int first_head, members;  // v-heads
+  int counter;              // of the items in the order of their slots
 };
 
 // Which system is in a buffer.
@@ -46,8 +46,8 @@ template <class T>
 struct alignas(1024) TeamMemory {
   T k[2][kTileElements];  // 64-feature panels, 128-byte swizzled
   T q[2][kTileElements];
-  T inverse[kTileElements];
-  T scores[2][kTileElements];  // one can be written while the other is stored
+  T inverse[kTileBytes / 2];
+  T scores[2][kTileBytes / 2];  // one can be written while the other is stored
   float systems[2][kChunk][kPitch];
   SystemInfo infos[2];
   float norm_k[kChunk], norm_q[kChunk];
@@ -55,7 +55,7 @@ struct alignas(1024) TeamMemory {
   // Decay: log2 of the decay since the chunk's start without the resets, and kResetLog2 for each reset.
   float2 decay[2][kMaxMembers][kChunk];
   float beta[2][kMaxMembers][kChunk];
-  Item items[2];
+  Item items[3];       // this one, the next, whose tiles are fetched, and the one after it, which is looked up
   uint64_t item_full;  // K and Q are there, and the gates
   uint64_t system_full[2], system_empty[2];
 };
@@ -67,52 +67,23 @@ __device__ __forceinline__ int barrier_id(TeamBarrier barrier) {
   return 1 + threadIdx.x / kTeamThreads * kTeamBarriers + barrier;
 }
 
-// Reciprocal norms of the 64 rows of a swizzled tile pair, by a warpgroup: two threads a row, one panel each.
-template <class T>
-__device__ __forceinline__ void reciprocal_norms(const T (&panels)[2][kTileElements], float* out) {
-  const int row = threadIdx.x % 128 / 2;
-  const auto* chunks = reinterpret_cast<const uint4*>(panels[threadIdx.x % 2]) + row * 8;
-  float sum = 0.f;
-#pragma unroll
-  for (int chunk = 0; chunk < 8; ++chunk) {
-    const uint4 packed = chunks[chunk ^ (row & 7)];
-    for (const uint32_t pair : {packed.x, packed.y, packed.z, packed.w}) {
-      const float2 x = unpack2<T>(pair);
-      sum = fmaf(x.x, x.x, fmaf(x.y, x.y, sum));
-    }
-  }
-  sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-  if (threadIdx.x % 2 == 0) out[row] = rsqrtf(sum + kNormEpsilon);
+// Items are visited chunk by chunk, across the sequences (as if these were equally long). A scan beside the preparation
+// wants the first chunks first; one behind it finds in L2 what was written last, so they come last.
+__device__ __forceinline__ int slots_per_sequence(const Problem& p) {
+  return (p.slots + p.sequences - 1) / p.sequences;
+}
+__device__ __forceinline__ int visited_items(const Problem& p) {
+  return slots_per_sequence(p) * p.sequences * p.heads * item_parts(p.heads, p.value_heads);
 }
 
-// Clears this block's share of [begin, end) bytes; both multiples of 16.
-__device__ __forceinline__ void clear_share(void* data, int64_t begin, int64_t end) {
-  const int64_t step = int64_t(gridDim.x) * kThreads * 16;
-  for (int64_t at = begin + (int64_t(blockIdx.x) * kThreads + threadIdx.x) * 16; at < end; at += step) {
-    *reinterpret_cast<uint4*>(static_cast<char*>(data) + at) = uint4{};
-  }
-}
-
-// Outputs of the tokens and checkpoints that belong to no sequence are zero.
-__device__ __forceinline__ void clear_unused(const Problem& p) {
-  const int used = monotone_offset(p, p.sequences);
-  if (used < p.tokens) {
-    const int64_t row_bytes = int64_t(p.value_heads) * kHeadDim * 2;
-    clear_share(p.out, used * row_bytes, p.tokens * row_bytes);
-  }
-  if (p.checkpoint_chunks) {
-    const int64_t row_bytes = p.checkpoints.stride_row * (p.checkpoints.dtype == DataType::kFloat32 ? 4 : 2);
-    clear_share(p.checkpoints.data, checkpoints_before(p, p.sequences) * row_bytes, p.checkpoint_rows * row_bytes);
-  }
-}
-
-// One warp: the item with this index.
+// One warp: the item visited as the index-th.
 __device__ __forceinline__ Item find_item(const Problem& p, int index) {
   const int ratio = p.value_heads / p.heads;
   const int parts = item_parts(p.heads, p.value_heads);
-  const int slot = index / (p.heads * parts), head = index / parts % p.heads;
-  const int sequence = sequence_of_slot(p, slot);
-  const Sequence seq = sequence < 0 ? Sequence{} : sequence_at(p, sequence);
+  const int visit = index / (p.heads * parts), head = index / parts % p.heads;
+  const int turn = visit / p.sequences, per_sequence = slots_per_sequence(p);
+  const int slot = visit % p.sequences * per_sequence + (p.overlap ? turn : per_sequence - 1 - turn);
+  const Sequence seq = slot < p.slots ? sequence_of_slot(p, slot) : Sequence{};
   Item item;
   item.batch = seq.batch;
   item.token = seq.start + (slot - seq.slot) * kChunk;
@@ -120,6 +91,7 @@ __device__ __forceinline__ Item find_item(const Problem& p, int index) {
   item.first_head = head * ratio + index % parts * kMaxMembers;
   item.members = min(kMaxMembers, (head + 1) * ratio - item.first_head);
   item.first_tile = int64_t(slot) * p.value_heads + item.first_head;
+  item.counter = (slot * p.heads + head) * parts + index % parts;
   return item;
 }
 
@@ -134,29 +106,22 @@ __device__ __forceinline__ LaneGates load_gates(const Problem& p, const Item& it
   return gates;
 }
 
-// The systems warpgroup: finds an item and asks for its K and Q; its gates are on their way on return.
+// The systems warpgroup asks for an item's K and Q; its gates are on their way on return.
 template <class T>
 __device__ __forceinline__ LaneGates fetch_item(int warp, const Problem& p, TeamMemory<T>& smem,
-                                                const CUtensorMap& map_k, const CUtensorMap& map_q, int index,
-                                                int buffer) {
-  if (warp == 0) {
-    const Item item = find_item(p, index);
-    if (threadIdx.x % 32 == 0) {
-      smem.items[buffer] = item;
-      if (item.live > 0) {
-        const int head = item.first_head / (p.value_heads / p.heads);
-        mbarrier_expect(&smem.item_full, kLoadBytes);
-        for (int panel = 0; panel < 2; ++panel) {
-          load_tile(smem.k[panel], &map_k, panel * 64, head, item.token, item.batch, &smem.item_full);
-          load_tile(smem.q[panel], &map_q, panel * 64, head, item.token, item.batch, &smem.item_full);
-        }
-      } else {
-        mbarrier_arrive(&smem.item_full);
+                                                const CUtensorMap& map_k, const CUtensorMap& map_q, const Item& item) {
+  if (threadIdx.x % 128 == 0) {
+    if (item.live > 0) {
+      const int head = item.first_head / (p.value_heads / p.heads);
+      mbarrier_expect(&smem.item_full, kLoadBytes);
+      for (int panel = 0; panel < 2; ++panel) {
+        load_tile(smem.k[panel], &map_k, panel * 64, head, item.token, item.batch, &smem.item_full);
+        load_tile(smem.q[panel], &map_q, panel * 64, head, item.token, item.batch, &smem.item_full);
       }
+    } else {
+      mbarrier_arrive(&smem.item_full);
     }
   }
-  named_barrier_sync(barrier_id(kSystemsBarrier), 128);
-  const Item item = smem.items[buffer];
   LaneGates gates{};
   if (warp < item.members && item.live > 0) gates = load_gates(p, item, warp);
   return gates;
@@ -170,26 +135,6 @@ __device__ __forceinline__ void complete_item(int warp, const Problem& p, TeamMe
   mbarrier_arrive(&smem.item_full);
 }
 
-// One warp: the gates of one v-head for the scan.
-template <class T>
-__device__ __forceinline__ void store_gates(const TeamMemory<T>& smem, int buffer, int member, float scale, int live,
-                                            ChunkGates* out) {
-  const float2 end = smem.decay[buffer][member][kChunk - 1];
-  for (int t = threadIdx.x % 32; t < kChunk; t += 32) {
-    const float2 decay = smem.decay[buffer][member][t];
-    const float since_start = decay.y == 0.f ? exp2_approximate(decay.x) : 0.f;
-    const float until_end = decay.y == end.y ? exp2_approximate(end.x - decay.x) : 0.f;
-    const float norm_k = t < live ? smem.norm_k[t] : 0.f;
-    const float norm_q = t < live ? smem.norm_q[t] : 0.f;
-    const float beta = smem.beta[buffer][member][t];
-    out->beta[t] = beta;
-    out->decay_k[t] = beta * since_start * norm_k;
-    out->decay_u[t] = until_end * norm_k;
-    out->decay_q[t] = scale * since_start * norm_q;
-  }
-  if (threadIdx.x % 32 < 4) out->decay_chunk[threadIdx.x % 32] = end.y == 0.f ? exp2_approximate(end.x) : 0.f;
-}
-
 // One v-head's scores into their tile and its system, this warp's rows up to the diagonal, into the block matrix.
 template <class T>
 __device__ __forceinline__ void write_scores_and_system(int warp, const float2* decays, const float* betas,
@@ -200,7 +145,7 @@ __device__ __forceinline__ void write_scores_and_system(int warp, const float2* 
   const float beta[2] = {betas[row], betas[row + 8]};
 #pragma unroll
   for (int block = 0; block < 4; ++block) {
-    uint32_t scores[4] = {};
+    uint32_t scores[4];
     if (block <= warp) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -217,8 +162,8 @@ __device__ __forceinline__ void write_scores_and_system(int warp, const float2* 
         }
         store_accumulator(blocks, 16 * warp, 8 * n, system);
       }
+      store_matrix(tile + packed_block(warp, block), scores);
     }
-    store_matrix(tile + block_offset(warp, block), scores);
   }
 }
 
@@ -243,25 +188,6 @@ __device__ __forceinline__ void multiply(float (&qk)[32], float (&kk)[32], const
   tie(kk);
 }
 
-// What the v-heads share: norms, scale, and zeros above the diagonal and past the sequence's end. Selected, not
-// multiplied: tokens past the end belong to the next sequence and can be NaN.
-__device__ __forceinline__ void scale_product(int warp, float (&product)[32], const float* row_norms,
-                                              const float* column_norms, float scale, int live, int from_diagonal) {
-  const int first_row = warp * 16 + threadIdx.x % 32 / 4, first_column = threadIdx.x % 4 * 2;
-  const float factors[2] = {scale * row_norms[first_row], scale * row_norms[first_row + 8]};
-#pragma unroll
-  for (int n = 0; n < 8; ++n) {
-    if (n >= 2 * warp + 2) continue;  // never read
-    const float2 norms = *reinterpret_cast<const float2*>(column_norms + 8 * n + first_column);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = first_row + i / 2 * 8, column = 8 * n + first_column + i % 2;
-      const bool on = row < live && row >= column + from_diagonal;
-      product[4 * n + i] = on ? product[4 * n + i] * (factors[i / 2] * (i % 2 ? norms.y : norms.x)) : 0.f;
-    }
-  }
-}
-
 template <class T>
 __device__ __forceinline__ void prepare(const Problem& p, const CUtensorMap& map_k, const CUtensorMap& map_q) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
@@ -270,7 +196,7 @@ __device__ __forceinline__ void prepare(const Problem& p, const CUtensorMap& map
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x % 128 / 32, 0);
   auto& smem = reinterpret_cast<TeamMemory<T>*>(dynamic_smem)[warpgroup / 2];
   const bool elected = threadIdx.x % 128 == 0;
-  const int items = p.slots * p.heads * item_parts(p.heads, p.value_heads);
+  const int items = visited_items(p);
   const int first = blockIdx.x * kTeams + warpgroup / 2, stride = gridDim.x * kTeams;
   grid_wait();  // the counters are zero
   grid_launch_dependents();
@@ -312,13 +238,25 @@ __device__ __forceinline__ void prepare(const Problem& p, const CUtensorMap& map
     }
   } else {
     // ================ Systems warpgroup
-    complete_item(warp, p, smem, fetch_item(warp, p, smem, map_k, map_q, first, 0), 0);
+    // The first warp, which has least to do, looks items up: that takes loads one after the other.
+    auto look_up = [&](int index, int place) {
+      if (warp == 0 && index < items) {
+        const Item item = find_item(p, index);
+        if (threadIdx.x % 32 == 0) smem.items[place] = item;
+      }
+    };
+    look_up(first, 0);
+    look_up(first + stride, 1);
+    named_barrier_sync(barrier_id(kSystemsBarrier), 128);
+    complete_item(warp, p, smem, fetch_item(warp, p, smem, map_k, map_q, smem.items[0]), 0);
     int count = 0;  // systems written
     uint32_t parity = 0;
+    int place = 0;
     for (int index = first; index < items; index += stride, parity ^= 1) {
       // Wait for the item; with K and Q read, fetch the next.
       mbarrier_wait(&smem.item_full, parity);
-      const Item item = smem.items[parity];
+      const Item item = smem.items[place];
+      const int next_place = place == 2 ? 0 : place + 1;
       float qk[32], kk[32];
       if (item.live > 0) {
         multiply(qk, kk, smem.q, smem.k);
@@ -332,7 +270,9 @@ __device__ __forceinline__ void prepare(const Problem& p, const CUtensorMap& map
       named_barrier_sync(barrier_id(kSystemsBarrier), 128);
       const bool more = index + stride < items;
       LaneGates next{};
-      if (more) next = fetch_item(warp, p, smem, map_k, map_q, index + stride, parity ^ 1);
+      if (more) next = fetch_item(warp, p, smem, map_k, map_q, smem.items[next_place]);
+      look_up(index + 2 * stride, next_place == 2 ? 0 : next_place + 1);
+      place = next_place;
       if (item.live > 0) {
         scale_product(warp, qk, smem.norm_q, smem.norm_k, p.scale, item.live, 0);
         scale_product(warp, kk, smem.norm_k, smem.norm_k, 1.f, item.live, 1);
@@ -343,7 +283,7 @@ __device__ __forceinline__ void prepare(const Problem& p, const CUtensorMap& map
           write_scores_and_system<T>(warp, smem.decay[parity][member], smem.beta[parity][member], qk, kk,
                                      smem_address(smem.scores[buffer]), smem.systems[buffer]);
           if (threadIdx.x % 128 == 0) {
-            smem.infos[buffer] = {item.first_tile + member, member + 1 == item.members ? index : -1};
+            smem.infos[buffer] = {item.first_tile + member, member + 1 == item.members ? item.counter : -1};
           }
           fence_async_proxy();
           mbarrier_arrive(&smem.system_full[buffer]);
@@ -357,13 +297,14 @@ __device__ __forceinline__ void prepare(const Problem& p, const CUtensorMap& map
         }
         if (warp < item.members) {
           auto* gates = reinterpret_cast<ChunkGates*>(p.workspace + p.offsets.gates) + item.first_tile + warp;
-          store_gates(smem, parity, warp, p.scale, item.live, gates);
+          store_gates(smem.decay[parity][warp], smem.beta[parity][warp], smem.norm_k, smem.norm_q, p.scale, item.live,
+                      gates);
         }
         if (p.overlap) {
           named_barrier_sync(barrier_id(kSystemsBarrier), 128);  // the gates of all warps are stored
           if (elected) {
             store_wait_all();
-            signal(ready + index);
+            signal(ready + item.counter);
           }
         }
       }

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "params.h"
+
 namespace atrex::chunk_gdn {
 
 __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
@@ -72,6 +74,9 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
 }
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // ---- copies -------------------------------------------------------------------------------------------------------
@@ -171,6 +176,12 @@ template <int kCount>
 __device__ __forceinline__ void tie(uint32_t (&values)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(values[i])::"memory");
+}
+
+// Descriptor of an operand in unswizzled 8x8 blocks of 128 bytes; byte offsets between blocks along the reduction
+// (`lead`) and across it (`stride`).
+__device__ __forceinline__ uint64_t block_descriptor(uint32_t address, uint32_t lead, uint32_t stride) {
+  return uint64_t((address & 0x3ffff) >> 4) | uint64_t(lead >> 4) << 16 | uint64_t(stride >> 4) << 32;
 }
 
 // Descriptor of a 128-byte-swizzled operand; byte offsets between 8-row groups (`stride`) and, for an operand whose

@@ -6,10 +6,10 @@ namespace {
 using T = __half;
 }
 
-#define ATREX_SCAN_KERNEL(NAME, WARPGROUPS, PASS)                                      \
-  extern "C" __global__ void __launch_bounds__(ScanThreads<WARPGROUPS>::kBlock, 1)     \
-      NAME(const __grid_constant__ Problem p, const __grid_constant__ ScanMaps maps) { \
-    scan<T, WARPGROUPS, PASS>(p, maps);                                                \
+#define ATREX_SCAN_KERNEL(NAME, WARPGROUPS, PASS)                                                 \
+  extern "C" __global__ void __launch_bounds__(ScanThreads<WARPGROUPS>::kBlock, 1)                \
+      NAME(const __grid_constant__ Problem p, const __grid_constant__ ScanMaps maps, int works) { \
+    scan<T, WARPGROUPS, PASS>(p, maps, works);                                                    \
   }
 ATREX_SCAN_KERNEL(atrex_chunk_gdn_transfer_fp16, 2, Pass::kTransfer)
 ATREX_SCAN_KERNEL(atrex_chunk_gdn_scan_1x64_fp16, 1, Pass::kOutputs)
@@ -18,11 +18,11 @@ ATREX_SCAN_KERNEL(atrex_chunk_gdn_scan_checkpoints_1x64_fp16, 1, Pass::kOutputsA
 ATREX_SCAN_KERNEL(atrex_chunk_gdn_scan_checkpoints_2x64_fp16, 2, Pass::kOutputsAndCheckpoints)
 #undef ATREX_SCAN_KERNEL
 
-void launch_scan_fp16(const Problem& p, int warpgroups, const ScanMaps& maps, cudaStream_t stream) {
+void launch_scan_fp16(const Problem& p, int warpgroups, int blocks, const ScanMaps& maps, cudaStream_t stream) {
   const ScanKernels kernels = {atrex_chunk_gdn_transfer_fp16, atrex_chunk_gdn_scan_1x64_fp16,
                                atrex_chunk_gdn_scan_2x64_fp16, atrex_chunk_gdn_scan_checkpoints_1x64_fp16,
                                atrex_chunk_gdn_scan_checkpoints_2x64_fp16};
-  launch_scan<T>(p, warpgroups, maps, stream, kernels);
+  launch_scan<T>(p, warpgroups, blocks, maps, stream, kernels);
 }
 
 }  // namespace atrex::chunk_gdn

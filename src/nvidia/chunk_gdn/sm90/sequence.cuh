@@ -19,6 +19,10 @@ struct Sequence {
   __device__ int chunks() const { return (length + kChunk - 1) / kChunk; }
 };
 
+// The value, which is the same in all lanes, in a way that tells the compiler so: what follows from it stays in uniform
+// registers, where wgmma wants its descriptors.
+__device__ __forceinline__ int uniform(int value) { return __reduce_max_sync(0xffffffffu, value); }
+
 __device__ __forceinline__ int64_t load_index(const void* data, bool is_int64, int64_t i) {
   return is_int64 ? __ldg(static_cast<const long long*>(data) + i) : __ldg(static_cast<const int*>(data) + i);
 }
@@ -39,7 +43,7 @@ __device__ __forceinline__ int monotone_offset(const Problem& p, int last) {
 __device__ __forceinline__ Sequence sequence_at(const Problem& p, int i) {
   if (p.cu_seqlens == nullptr) return {i, 0, p.tokens, i * ((p.tokens + kChunk - 1) / kChunk)};
   const int start = monotone_offset(p, i);
-  const int end = max(start, load_offset(p, i + 1));
+  const int end = uniform(max(start, load_offset(p, i + 1)));
   return {0, start, end - start, start / kChunk + i};
 }
 
@@ -55,21 +59,28 @@ __device__ __forceinline__ int monotone_starts(const Problem& p, int base, int c
   return max(start, carried);
 }
 
-// The last sequence whose slots begin at or before `slot` (which can lie past that sequence's last chunk); -1: none.
-// Called by a full warp.
-__device__ __forceinline__ int sequence_of_slot(const Problem& p, int slot) {
-  if (p.cu_seqlens == nullptr) return slot / ((p.tokens + kChunk - 1) / kChunk);
-  int found = 0;
+// The last sequence whose slots begin at or before `slot` (which can lie past that sequence's last chunk); if there is
+// none, an empty one. Called by a full warp.
+__device__ __forceinline__ Sequence sequence_of_slot(const Problem& p, int slot) {
+  if (p.cu_seqlens == nullptr) {
+    const int per_batch = (p.tokens + kChunk - 1) / kChunk;
+    return {slot / per_batch, 0, p.tokens, slot / per_batch * per_batch};
+  }
+  Sequence found{};
   int carried = 0;
-  for (int base = 0; base < p.sequences; base += 32) {
+  for (int base = 0; base < p.sequences; base += 31) {  // 32 starts give 31 sequences
     const int i = base + threadIdx.x % 32;
     const int start = monotone_starts(p, base, carried);
-    carried = __shfl_sync(0xffffffffu, start, 31);
-    const int count = __popc(__ballot_sync(0xffffffffu, i < p.sequences && start / kChunk + i <= slot));
-    found += count;
-    if (count < 32) break;
+    const uint32_t before = __ballot_sync(0xffffffffu, i < p.sequences && start / kChunk + i <= slot);
+    const int last = min(__popc(before), 31) - 1;
+    if (last < 0) break;
+    const int first_token = __shfl_sync(0xffffffffu, start, last);
+    found = {0, first_token, __shfl_sync(0xffffffffu, start, last + 1) - first_token,
+             first_token / kChunk + base + last};
+    if (last < 30) break;
+    carried = first_token;
   }
-  return found - 1;
+  return found;
 }
 
 // Checkpoints of the sequences before `end`: sum of len / (64 checkpoint_chunks). Called by a full warp.

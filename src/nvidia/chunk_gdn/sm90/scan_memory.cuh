@@ -1,0 +1,97 @@
+// Shared memory, barriers and work items of the scan.
+#pragma once
+
+#include "ptx.cuh"
+#include "sequence.cuh"
+
+namespace atrex::chunk_gdn {
+
+enum class Pass { kOutputs, kOutputsAndCheckpoints, kTransfer };
+
+inline constexpr int kStages = 3;
+inline constexpr int kPanels = kHeadDim / 64;  // 64-feature panels of a K or Q tile
+
+// What one block works on.
+struct Work {
+  int sequence, value_head, segment, slice;  // slice: first 64-row slice
+  bool identity;                             // transfer pass: M, not N
+};
+
+template <int kWarpgroups, Pass kPass>
+__device__ __forceinline__ Work work_at(const Problem& p, int index) {
+  int rest = index;
+  if constexpr (kPass == Pass::kTransfer) {
+    const int items = 2 * p.segments - 3;  // N of segment 0, then N and M of segments 1 ..
+    const int item = rest % items + 1;
+    rest /= items;
+    return {rest / p.value_heads, rest % p.value_heads, item / 2, 0, item != 1 && item % 2 == 1};
+  } else {
+    constexpr int kBlocks = kHeadDim / (kSliceRows * kWarpgroups);
+    const int slice = rest % kBlocks * kWarpgroups;
+    rest /= kBlocks;
+    const int segment = rest % p.segments;
+    rest /= p.segments;
+    return {rest / p.value_heads, rest % p.value_heads, segment, slice, false};
+  }
+}
+
+// The block's part of its sequence.
+struct Span {
+  Sequence sequence;
+  int first, end;  // chunks
+  bool padding;    // the slot stays as it is
+  int64_t state_row;
+};
+
+template <class T, int kWarpgroups>
+struct Stage {
+  T k[kPanels][kTileElements];
+  T q[kPanels][kTileElements];
+  T v[kWarpgroups][kTileElements];
+  // Both by block columns of full height (params.h), zero above the diagonal.
+  T inverse[kTileElements];
+  T scores[kTileElements];
+};
+
+template <class T, int kWarpgroups>
+struct alignas(1024) ScanMemory {
+  Stage<T, kWarpgroups> stages[kStages];
+  T out[kWarpgroups][kTileElements];
+  ChunkGates gates[kStages];
+  uint64_t tiles_full[kStages], tiles_empty[kStages];
+  uint64_t out_full[kWarpgroups], out_empty[kWarpgroups];
+  uint64_t transfer_full[2];
+};
+
+// Arrivals of a warp that releases a stage. One lane speaks for it: all lanes' reads of the stage came before a wgmma,
+// which the warp executes as one. racecheck credits the lane alone, so builds for it let all arrive.
+#ifdef ATREX_RACECHECK
+inline constexpr int kReleasingLanes = 32;
+#else
+inline constexpr int kReleasingLanes = 1;
+#endif
+
+template <int kWarpgroups>
+struct ScanThreads {
+  static constexpr int kState = 128 * kWarpgroups;
+  // A load warp, and for each state warpgroup a store warp. setmaxnreg works on whole warpgroups, and only two state
+  // warpgroups need the registers of these.
+  static constexpr int kCopy = kWarpgroups == 1 ? 64 : 128;
+  static constexpr int kBlock = kState + kCopy;
+};
+
+enum NamedBarrier { kWarpgroupBarrier = 1 /* and 2 */, kStateBarrier = 3, kTransfersDoneBarrier };
+
+// A place in the ring of stages.
+struct Ring {
+  int index = 0;
+  uint32_t round = 0;  // parity
+  __device__ __forceinline__ void advance() {
+    if (++index == kStages) {
+      index = 0;
+      round ^= 1;
+    }
+  }
+};
+
+}  // namespace atrex::chunk_gdn
