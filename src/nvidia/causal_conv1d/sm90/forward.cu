@@ -1,13 +1,16 @@
+#include <algorithm>
+
 #include "forward.h"
 #include "launch.h"
 
 namespace atrex::causal_conv1d {
 namespace {
 
-// Enough for a wave of the GPU; with fewer, a block takes fewer tokens.
-constexpr int64_t kWantedBlocks = 2 * 132 * 6;
-constexpr int kLongestTile = 32, kShortestTile = 4;
+constexpr int64_t kWave = 132 * kPrefillBlocks;  // blocks of prefill that an H200 runs at once
+constexpr int64_t kLongestTile = 32, kShortestTile = 4;
 static_assert(kShortestTile > kBefore);
+
+int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
 // Makes `device` current while it lives.
 class DeviceScope {
@@ -38,10 +41,11 @@ int groups_of(int channels, DataType dtype) {
 void prefill(Problem p, DataType dtype, int device, cudaStream_t stream) {
   const DeviceScope scope(device);
   p.groups = groups_of(p.channels, dtype);
-  p.tile = kLongestTile;
-  const auto tiles = [&p] { return p.tokens > p.tile ? (p.tokens + p.tile - 1) / p.tile : 1; };
-  while (p.tile > kShortestTile && int64_t(tiles()) * p.batch * p.groups < kWantedBlocks) p.tile /= 2;
-  p.tiles = tiles();
+  // As few waves as the longest tiles need, and tiles that fill the last of them: half a wave takes as long as a whole.
+  const int64_t rows = int64_t(p.batch) * p.groups;
+  const int64_t waves = ceil_div(std::max(ceil_div(p.tokens, kLongestTile), int64_t{1}) * rows, kWave);
+  p.tile = int(std::max(ceil_div(p.tokens, waves * kWave / rows), kShortestTile));
+  p.tiles = int(std::max(ceil_div(p.tokens, p.tile), int64_t{1}));
   launch_prefill(p, dtype, stream);
 }
 

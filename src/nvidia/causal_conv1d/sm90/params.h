@@ -8,6 +8,7 @@ namespace atrex::causal_conv1d {
 inline constexpr int kWidth = 4;            // taps
 inline constexpr int kBefore = kWidth - 1;  // tokens before a token that it needs
 inline constexpr int kThreads = 128;
+inline constexpr int kPrefillBlocks = 5;  // of a multiprocessor: what the registers allow
 
 enum class DataType : int { kFloat32, kBFloat16, kFloat16 };
 
