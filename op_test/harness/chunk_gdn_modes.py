@@ -41,7 +41,7 @@ class Target:
         shorter = ((70, 0, 1), (70, 0), (70,)) if packed else (1, 2)
         for others in shorter:
             for T in (200, 700, 2048, 3072, 4096, 6144, 8192):
-                for H, HV in ((1, 2), (2, 4), (1, 7), (4, 16), (16, 32)):
+                for H, HV in ((1, 2), (2, 4), (1, 7), (4, 16), (16, 32), (16, 64)):
                     lengths = (T - 3 - sum(others), *others) if packed else (T - 3,) * (1 + others)
                     case = Case(lengths, H, HV, packed, tail=3 if packed else 0, **options)
                     if self.plan_of(case) == plan:

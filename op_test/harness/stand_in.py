@@ -25,3 +25,9 @@ def activate():
     sys.modules[_NATIVE] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules[_NATIVE])
     _device._targets[torch.device("cuda", 0)] = _device.DeviceTarget("nvidia", "sm120")
+    # A multiprocessor of a Hopper card has the shared memory for two blocks of the scan where one of sm_120 has it for
+    # one: the plans are those of a card with twice as many.
+    from atrex.kernels.nvidia.chunk_gdn.sm120 import runtime
+
+    multiprocessors = runtime._multiprocessors
+    runtime._multiprocessors = lambda device: 2 * multiprocessors(device)
