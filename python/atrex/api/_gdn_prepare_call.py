@@ -51,28 +51,34 @@ def check(
     inputs, gates, _ = DOUBLE_DTYPES if dtype is torch.float64 else SINGLE_DTYPES
     if dtype not in inputs:
         raise wrong_dtype("conv_output", conv_output, inputs)
-    for name, size in (("num_k_heads", num_k_heads), ("head_k_dim", head_k_dim), ("head_v_dim", head_v_dim)):
-        if type(size) is not int:
-            raise TypeError(f"{name} must be an int, got {type(size).__name__}")
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
     H, K, V = num_k_heads, head_k_dim, head_v_dim
+    if not (type(H) is int and type(K) is int and type(V) is int and H >= 1 and K >= 1 and V >= 1):
+        raise _wrong_size(num_k_heads=H, head_k_dim=K, head_v_dim=V)
     shape = conv_output.shape
     if len(shape) not in (2, 3):
         raise wrong_shape("conv_output", conv_output, "[T, C] or [B, T, C]")
-    HV, rest = divmod(shape[-1] - 2 * H * K, V)
+    *tokens, C = shape
+    HV, rest = divmod(C - 2 * H * K, V)
     if rest or HV < 1 or HV % H:
         accepted = f"[T, C] or [B, T, C] with C=2*H*K+HV*V, H={H}, K={K}, V={V} and HV a multiple of H"
         raise wrong_shape("conv_output", conv_output, accepted)
-    tokens = (*shape[:-1], HV)
-    _check_gate("a", a, device, gates, tokens)
-    _check_gate("b", b, device, gates, tokens)
+    each = (*tokens, HV)
+    _check_gate("a", a, device, gates, each)
+    _check_gate("b", b, device, gates, each)
     _check_gate("A_log", A_log, device, gates, (HV,))
     _check_gate("dt_bias", dt_bias, device, gates, (HV,))
     needs_grad = torch.is_grad_enabled() and (
         conv_output.requires_grad or a.requires_grad or b.requires_grad or A_log.requires_grad or dt_bias.requires_grad
     )
     return GdnPrepareCall(conv_output, a, b, A_log, dt_bias, bool(apply_l2norm), H, HV, K, V, needs_grad)
+
+
+def _wrong_size(**sizes: object) -> TypeError | ValueError:
+    """The error for the first of ``sizes`` that is none."""
+    name, size = next((name, size) for name, size in sizes.items() if type(size) is not int or size < 1)
+    if type(size) is not int:
+        return TypeError(f"{name} must be an int, got {type(size).__name__}")
+    return ValueError(f"{name} must be at least 1, got {size}")
 
 
 def _check_gate(

@@ -8,43 +8,57 @@ from torch._C import _cuda_getCurrentRawStream as current_stream
 from . import _native
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_empty, _empty_like, _float32, _float16 = torch.empty_strided, torch.empty_like, torch.float32, torch.float16
 
 
 def _gate(x: torch.Tensor) -> tuple[int, ...]:
     strides = x.stride()
-    return (x.data_ptr(), _DTYPES[x.dtype], *(0,) * (3 - len(strides)), *strides)
+    if len(strides) == 3:
+        return (x.data_ptr(), _DTYPES[x.dtype], *strides)
+    return (x.data_ptr(), _DTYPES[x.dtype], 0, *strides)
 
 
 def gdn_prepare(call):
     """Serve a checked call; see ``atrex.gdn_prepare``. Launches on the current stream."""
-    x, H, HV = call.conv_output, call.H, call.HV
-    where, dtype, shape, strides = x.device, x.dtype, x.shape, x.stride()
-    tokens, steps, columns = shape[:-1], strides[:-1], H * 128
+    x, a, b, A_log, dt_bias, apply_l2norm, H, HV, _, V, _ = call
+    shape, strides, dtype, where = x.shape, x.stride(), x.dtype, x.device
+    device = where.index
+    columns = H * 128
     start = x.storage_offset()
-    # as_strided is one step, a slice and its unflatten are two slow ones; empty_like is the cheapest way to allocate.
-    v = x.as_strided((*tokens, HV, call.V), (*steps, call.V, 1), start + 2 * columns)
-    heads = (*tokens, H, 128)
-    if call.apply_l2norm:
-        q = x.new_empty(heads)
-        k = torch.empty_like(q)
+    # The cheapest ways on the host: as_strided for a slice and its unflatten, empty_strided for empty, empty_like where
+    # there is one alike. The results are no views of a common allocation: one may be changed without the others.
+    if len(shape) == 3:
+        B, T, _ = shape
+        step_b, step, _ = strides
+        v = x.as_strided((B, T, HV, V), (step_b, step, V, 1), start + 2 * columns)
+        g = _empty((B, T, HV), (T * HV, HV, 1), dtype=_float32, device=where)
+        heads, steps, packed = (B, T, H, 128), (step_b, step, 128, 1), (T * columns, columns, 128, 1)
     else:
-        q, k = (x.as_strided(heads, (*steps, 128, 1), start + part) for part in (0, columns))
-    g = torch.empty((*tokens, HV), dtype=torch.float32, device=where)
-    beta = torch.empty_like(g)
-    if g.numel():
-        device = where.index
+        B, step_b = 1, 0
+        T, _ = shape
+        step, _ = strides
+        v = x.as_strided((T, HV, V), (step, V, 1), start + 2 * columns)
+        g = _empty((T, HV), (HV, 1), dtype=_float32, device=where)
+        heads, steps, packed = (T, H, 128), (step, 128, 1), (columns, 128, 1)
+    beta = _empty_like(g)
+    if apply_l2norm:
+        q = _empty(heads, packed, dtype=dtype, device=where)
+        k = _empty_like(q)
+    else:
+        q, k = x.as_strided(heads, steps, start), x.as_strided(heads, steps, start + columns)
+    if B and T:
         _native.forward(
-            (shape[0] if len(shape) == 3 else 1, shape[-2], H if call.apply_l2norm else 0, HV),
-            (x.data_ptr(), strides[0] if len(shape) == 3 else 0, strides[-2]),
+            (B, T, H if apply_l2norm else 0, HV),
+            (x.data_ptr(), step_b, step),
             q.data_ptr(),
             k.data_ptr(),
-            _gate(call.a),
-            _gate(call.b),
-            _gate(call.A_log),
-            _gate(call.dt_bias),
+            _gate(a),
+            _gate(b),
+            (A_log.data_ptr(), _DTYPES[A_log.dtype], 0, 0, A_log.stride(0)),
+            (dt_bias.data_ptr(), _DTYPES[dt_bias.dtype], 0, 0, dt_bias.stride(0)),
             g.data_ptr(),
             beta.data_ptr(),
-            dtype is torch.float16,
+            dtype is _float16,
             device,
             current_stream(device),
         )
