@@ -218,7 +218,6 @@ __device__ __forceinline__ void prepare(const Problem& p) {
   // each warp of a block to a scheduler of its own. Through a shuffle, so that the compiler knows it to be uniform in
   // the warp.
   const int warp = __shfl_sync(0xffffffffu, (threadIdx.x / 32 + blockIdx.x) % 4, 0);
-  grid_launch_dependents();
   const int items = p.slots * p.heads * item_parts(p.heads, p.value_heads);
   if (blockIdx.x >= items) return clear_unused(p, blockIdx.x - items);
 
@@ -266,6 +265,8 @@ __device__ __forceinline__ void prepare(const Problem& p) {
     __syncwarp();
     invert<T>(warp, work.system, prepared->inverse);
   }
+  // Not earlier: blocks of the scan that come while these fill the card crowd on the few multiprocessors with room.
+  grid_launch_dependents();
 }
 
 }  // namespace

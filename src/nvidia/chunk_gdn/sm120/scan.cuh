@@ -138,7 +138,6 @@ __device__ __forceinline__ void scan(const Problem& p) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   auto* stages = reinterpret_cast<Stage<kPass>*>(dynamic_smem);
   const int lane = threadIdx.x % 32, group = lane / 4, t = lane % 4;
-  if constexpr (!kOutputs) grid_launch_dependents();
 
   const Work work = work_of_block<kWarps, kPass>(p);
   const Sequence seq = sequence_at(p, work.sequence);
@@ -340,6 +339,7 @@ __device__ __forceinline__ void scan(const Problem& p) {
   copy_wait();  // those of nothing
 
   // ---- The state that this segment leaves behind
+  if constexpr (!kOutputs) grid_launch_dependents();  // not earlier, as in the preparation
   if constexpr (kOutputs) {
     if (p.final.data != nullptr && work.segment == p.segments - 1) {
       store_state(s, p.final, state_row, work.value_head, slice);
