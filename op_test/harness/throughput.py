@@ -10,6 +10,27 @@ import torch
 L2_BYTES = 64 << 20
 
 
+# Clocks of a GPU that has idled are low, and what is measured follows work on the host alone.
+_WARM_UP_S = 0.05
+
+
+def _event_us(run, repeats):
+    """GPU times of ``run``, which enqueues work: the GPU is warm, and never waits for the host within one of them."""
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < _WARM_UP_S:
+        run()
+        torch.cuda.synchronize()
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    for _ in range(3):  # keeps the GPU busy until the first start and what follows it are enqueued
+        run()
+    for start, end in events:
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) * 1e3 for start, end in events]
+
+
 def graph_us(calls, repeats=9):
     """GPU time of one of ``calls``, which together move several times the L2 and so find nothing of theirs in it."""
     calls[0]()
@@ -17,16 +38,7 @@ def graph_us(calls, repeats=9):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         _results = [call() for call in calls]  # held, or later calls would write where earlier ones have
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times)
+    return statistics.median(_event_us(graph.replay, repeats)) / len(calls)
 
 
 @functools.cache
@@ -34,16 +46,8 @@ def copy_bandwidth():
     """Bytes read and written a second by a copy of 2 GiB within the GPU: the best of a plain copy and of a kernel."""
     x = torch.zeros(1 << 29, device="cuda")
     y = torch.empty_like(x)
-    times = []
-    for copy in (lambda: y.copy_(x), lambda: torch.neg(x, out=y)):
-        for _ in range(12):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            copy()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e-3)
-    return 2 * x.numel() * x.itemsize / min(times)
+    times = [us for copy in (lambda: y.copy_(x), lambda: torch.neg(x, out=y)) for us in _event_us(copy, 12)]
+    return 2 * x.numel() * x.itemsize / (min(times) * 1e-6)
 
 
 def host_us(call, count=400):
