@@ -8,7 +8,6 @@ from torch._C import _cuda_getCurrentRawStream as current_stream
 from . import _native
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_empty, _empty_like, _float32, _float16 = torch.empty_strided, torch.empty_like, torch.float32, torch.float16
 
 
 def _gate(x: torch.Tensor) -> tuple[int, ...]:
@@ -31,19 +30,19 @@ def gdn_prepare(call):
         B, T, _ = shape
         step_b, step, _ = strides
         v = x.as_strided((B, T, HV, V), (step_b, step, V, 1), start + 2 * columns)
-        g = _empty((B, T, HV), (T * HV, HV, 1), dtype=_float32, device=where)
+        g = torch.empty_strided((B, T, HV), (T * HV, HV, 1), dtype=torch.float32, device=where)
         heads, steps, packed = (B, T, H, 128), (step_b, step, 128, 1), (T * columns, columns, 128, 1)
     else:
         B, step_b = 1, 0
         T, _ = shape
         step, _ = strides
         v = x.as_strided((T, HV, V), (step, V, 1), start + 2 * columns)
-        g = _empty((T, HV), (HV, 1), dtype=_float32, device=where)
+        g = torch.empty_strided((T, HV), (HV, 1), dtype=torch.float32, device=where)
         heads, steps, packed = (T, H, 128), (step, 128, 1), (columns, 128, 1)
-    beta = _empty_like(g)
+    beta = torch.empty_like(g)
     if apply_l2norm:
-        q = _empty(heads, packed, dtype=dtype, device=where)
-        k = _empty_like(q)
+        q = torch.empty_strided(heads, packed, dtype=dtype, device=where)
+        k = torch.empty_like(q)
     else:
         q, k = x.as_strided(heads, steps, start), x.as_strided(heads, steps, start + columns)
     if B and T:
@@ -58,7 +57,7 @@ def gdn_prepare(call):
             (dt_bias.data_ptr(), _DTYPES[dt_bias.dtype], 0, 0, dt_bias.stride(0)),
             g.data_ptr(),
             beta.data_ptr(),
-            dtype is _float16,
+            dtype is torch.float16,
             device,
             current_stream(device),
         )
