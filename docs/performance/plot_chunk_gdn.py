@@ -1,6 +1,7 @@
 """Draws chunk_gdn_sm90.svg from the measured chunk_gdn_sm90.jsonl; needs matplotlib.
 
-A line of the measurements: peer, shape (q/k heads, v heads, tokens in all, sequences), CUDA-graph and eager time, ms.
+A line of the measurements: peer, shape (q/k heads, v heads, tokens in all, sequences), CUDA-graph time and, where it was
+taken, eager time, ms.
 """
 
 import json
@@ -14,7 +15,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 HERE = Path(__file__).parent
 PEERS = {"atrex": "#1f6f54", "flashinfer": "#b5651d", "fla": "#8a8d91"}
-NAMES = {"atrex": "atrex", "flashinfer": "FlashInfer 0.6.18", "fla": "FLA 0.6.0 (two shapes measured)"}
+NAMES = {"atrex": "atrex", "flashinfer": "FlashInfer 0.6.18", "fla": "FLA 0.6.0 (four shapes measured)"}
 
 
 def main():
