@@ -14,12 +14,6 @@ __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-__device__ __forceinline__ float exp2_approximate(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // ---- 16-bit pairs -------------------------------------------------------------------------------------------------
 
 template <class T>
@@ -44,28 +38,8 @@ __device__ __forceinline__ float2 unpack2(uint32_t packed) {
 
 // ---- loads and copies ---------------------------------------------------------------------------------------------
 
-// The word or halfword at an address if `on`, else zero. Without a branch and without a use, so that several of these
-// are under way at a time.
-__device__ __forceinline__ uint32_t load_word_if(const void* address, bool on) {
-  uint32_t value;
-  asm volatile(
-      "{.reg .pred p;\n"
-      "setp.ne.b32 p, %2, 0; mov.b32 %0, 0;\n"
-      "@p ld.global.nc.b32 %0, [%1];}"
-      : "=&r"(value)
-      : "l"(address), "r"(int(on)));
-  return value;
-}
-__device__ __forceinline__ uint16_t load_half_if(const void* address, bool on) {
-  uint16_t value;
-  asm volatile(
-      "{.reg .pred p;\n"
-      "setp.ne.b32 p, %2, 0; mov.b16 %0, 0;\n"
-      "@p ld.global.nc.b16 %0, [%1];}"
-      : "=&h"(value)
-      : "l"(address), "r"(int(on)));
-  return value;
-}
+// The pair of words at an address if `on`, else zeros. Without a branch and without a use, so that several of these are
+// under way at a time.
 __device__ __forceinline__ uint2 load_pair_if(const void* address, bool on) {
   uint2 value;
   asm volatile(

@@ -6,7 +6,7 @@
 // and no prefix sum over chunk counts is needed.
 #pragma once
 
-#include "params.h"
+#include "params.h"  // the target's own
 
 namespace atrex::chunk_gdn {
 

@@ -1,7 +1,7 @@
 // Gates of a chunk: loads of any type and stride, cumulative decays with exact resets.
 #pragma once
 
-#include "params.h"
+#include "params.h"  // the target's own
 #include "ptx.cuh"
 
 namespace atrex::chunk_gdn {
