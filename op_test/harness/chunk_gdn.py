@@ -171,6 +171,26 @@ class Call:
     def _read_only(self):
         return [*self.tensors, *(x for x in self.options.values() if isinstance(x, torch.Tensor))]
 
+    def to(self, device):
+        """The call on another device, every tensor's memory copied there as it lies."""
+        copies = {}
+
+        def moved(x):
+            storage = x.untyped_storage().data_ptr()
+            if storage not in copies:
+                copies[storage] = memory(x).to(device).untyped_storage()
+            return torch.empty(0, dtype=x.dtype, device=device).set_(
+                copies[storage], x.storage_offset(), x.size(), x.stride()
+            )
+
+        self.tensors = [moved(x) for x in self.tensors]
+        self.options = {k: moved(x) if isinstance(x, torch.Tensor) else x for k, x in self.options.items()}
+        self.before = [x.to(device) for x in self.before]
+        if self.states is not None:
+            self.page, self.states, self.initial = moved(self.page), moved(self.states), moved(self.initial)
+            self.page_before = self.page_before.to(device)
+        return self
+
     def run(self):
         """What atrex returns, always as three."""
         result = atrex.chunk_gated_delta_rule(
