@@ -235,11 +235,13 @@ struct ScanKernels {
   ScanKernel transfer, outputs_1, outputs_2, checkpoints_1, checkpoints_2;
 };
 
+// Early behind the operator's own kernels alone: without tokens there are none, and whoever wrote the states may be at
+// it.
 template <class T, int kWarpgroups>
 void launch_pass(ScanKernel kernel, const Problem& p, int works, int blocks, const ScanMaps& maps,
                  cudaStream_t stream) {
   launch(kernel, works < blocks ? works : blocks, ScanThreads<kWarpgroups>::kBlock, sizeof(ScanMemory<T, kWarpgroups>),
-         /*overlap=*/true, stream, p, maps, works);
+         /*overlap=*/p.tokens > 0, stream, p, maps, works);
 }
 
 template <class T>
