@@ -8,6 +8,8 @@ from harness.chunk_gdn import Case
 
 F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 RAGGED = (70, 0, 129, 1, 64)
+# With 16/32 heads more heads and sequences than a card has multiprocessors: a block serves several, of all sorts.
+MANY = (1, 400, 0, 70, 640, 64, 129, 257)
 FORTY = tuple((0, 1, 65, 17, 0, 33, 2, 0)[i % 8] for i in range(40))
 
 
@@ -19,6 +21,8 @@ def named_cases():
     yield "only_padding", Case((0, 0), tail=70, every=64)
     yield "forty", Case(FORTY, state=F32, every=64)
     yield "forty_int64_pool", Case(FORTY, state=BF16, pool=True, padding=True, index_dtype=torch.int64, seed=2)
+    for seed in (0, 3, 7):  # the padding sequence
+        yield f"many_{seed}", Case(MANY, 16, 32, state=F32, pool=True, padding=True, every=64, tail=9, seed=seed)
     yield "dense_batch", Case((130,) * 3, packed=False, state=F32, every=64)
     yield "long", Case((4096,), 1, 2, packed=False, state=F32, every=1024)
     yield "long_ragged", Case((1, 3000, 0, 1064), 2, 4, tail=31, state=F32, every=128)

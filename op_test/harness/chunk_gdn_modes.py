@@ -16,7 +16,7 @@ import torch
 import atrex
 from harness import chunk_gdn, inputs, modes
 from harness.chunk_gdn import Call, Case
-from harness.chunk_gdn_cases import BF16, F32, FP16, RAGGED
+from harness.chunk_gdn_cases import BF16, F32, FP16, MANY, RAGGED
 
 DEVICE = torch.device("cuda", 0)
 
@@ -91,9 +91,9 @@ def benched(T, N=1, H=16, HV=32):
 
 
 def sanitize(target):
-    """Few launches, an allocation for every tensor, so that memcheck knows where each ends, and no poison: initcheck must
-    see what is read before it is written. For it, looking at the operator's kernels alone, a tensor is written by them
-    or by a copy: so inputs are made on the CPU, as the references are."""
+    """Few launches, an allocation for every tensor, so that memcheck knows where each ends, and no poison: initcheck
+    must see what is read before it is written. For it, looking at the operator's kernels alone, a tensor is written by
+    them or by a copy: so inputs are made on the CPU, as the references are."""
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     torch.set_num_threads(1)  # a token's arithmetic is too little to share, least of all with other tools running
     options = {"state": F32, "pool": True, "padding": True, "every": 64}
@@ -102,6 +102,7 @@ def sanitize(target):
                             l2norm=True, tail=3, every=64)  # fmt: skip
     cases["split, bf16 states"] = Case((65, 65), packed=False, layout="split", v_layout="misaligned", state=BF16, gap=5,
                                        gate_layout="transposed", v_first=True)  # fmt: skip
+    cases["several items a block"] = Case(MANY, 16, 32, tail=9, **options)
     cases["only padding"] = Case((0, 0), tail=70, state=F32)
     for name, case in cases.items():
         call = Call(case, "cpu")

@@ -3,6 +3,7 @@
 A target's test file imports all names of this module and says which target it is, as ``TARGET``.
 """
 
+import concurrent.futures
 import dataclasses
 import json
 import logging
@@ -286,6 +287,17 @@ def test_current_stream_is_honoured():
     assert not stream.query(), "the call waited for the GPU"
     stream.synchronize()
     record("side stream", call.verify(result, want))
+
+
+def test_first_call_of_a_thread():
+    """Where nothing has made the GPU's context current yet, since memory is at hand."""
+    call = Call(Case(RAGGED, state=F32), DEVICE)
+    want = call.expected()
+    call.run()
+    torch.cuda.synchronize()
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        result = threads.submit(call.run).result()
+    record("another thread", call.verify(result, want))
 
 
 def test_compile_without_graph_breaks():
