@@ -1,5 +1,7 @@
-// Brings q, k or v into a form that the copy engine reads: contiguous, on the 16-byte grid.
-#include "launch.h"
+// Brings q, k or v into a form that 16-byte copies read: contiguous, on the 16-byte grid.
+#include "kernel_launch.h"
+#include "pack.h"
+#include "tensors.h"
 
 namespace atrex::chunk_gdn {
 namespace {
@@ -28,7 +30,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) atrex_chunk_gdn_pack(cons
   }
 }
 
-void launch_pack(const PackedCopy& copy, cudaStream_t stream) {
+void pack(const PackedCopy& copy, int device, cudaStream_t stream) {
+  const DeviceScope scope(device);
   const int64_t rows = int64_t(copy.batch) * copy.tokens * copy.heads;
   const int64_t blocks = (rows + kRowsPerBlock - 1) / kRowsPerBlock;
   launch(atrex_chunk_gdn_pack, int(blocks < 4096 ? blocks : 4096), kThreads, 0, /*overlap=*/false, stream, copy);

@@ -6,35 +6,13 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "workspace.h"
+
 namespace atrex::chunk_gdn {
 
-inline constexpr int kChunk = 64;                      // tokens of a chunk
-inline constexpr int kHeadDim = 128;                   // K = V
 inline constexpr int kSliceRows = 16;                  // value rows that one warp of the scan owns
 inline constexpr int kSlices = kHeadDim / kSliceRows;  // of a v-head
 inline constexpr int kMaxSharedBytes = 99 * 1024;      // that a block of sm_120 can have
-
-enum class DataType : int { kFloat32, kBFloat16, kFloat16 };
-
-// A [B, T, H, 128] activation; strides in elements, the last dimension is contiguous.
-struct Activation {
-  const void* data;
-  int64_t stride_b, stride_t, stride_h;
-};
-
-// A [B, T, HV] gate; strides in elements.
-struct Gate {
-  const void* data;
-  int64_t stride_b, stride_t, stride_h;
-  DataType dtype;
-};
-
-// States [rows, HV, K, V] or [rows, HV, V, K], fp32 or bf16; strides in elements.
-struct States {
-  void* data;  // null: absent
-  int64_t stride_row, stride_h, stride_k, stride_v;
-  DataType dtype;
-};
 
 // The lower block triangle of a 64x64 matrix of 16-bit elements in 16x16 blocks, block (i, j) at i (i + 1) / 2 + j.
 // A block is 32 uint4, one a lane, in the order of B fragments: for lane 4 g + t the columns 2 t and 2 t + 1 of row g
@@ -42,34 +20,15 @@ struct States {
 inline constexpr int kTileBlocks = 10;
 inline constexpr int kTileQuads = kTileBlocks * 32;
 
-// One (chunk, v-head)'s vectors. G is the cumulative log decay inside the chunk, r the reciprocal norms (1 without
-// l2norm).
-struct ChunkGates {
-  float beta[kChunk];
-  float decay_k[kChunk];  // beta exp(G) r_k: scales (S^T k)
-  float decay_u[kChunk];  // exp(G_end - G) r_k: scales u in the state update
-  float decay_q[kChunk];  // scale exp(G) r_q: scales (S^T q)
-  float decay_chunk[4];   // exp(G_end), four times to keep 16-byte copies
-};
-
 // What the preparation hands to the scan for one (chunk slot, v-head). The transfer pass reads all but the scores.
 struct Prepared {
   uint4 inverse[kTileQuads];  // strictly lower part
   ChunkGates gates;
   uint4 scores[kTileQuads];
 };
-static_assert(sizeof(Prepared) % 16 == 0 && sizeof(ChunkGates) % 16 == 0, "asynchronous copies move 16 bytes");
-
-// The prepare kernel's work items: a chunk and a q/k head with up to four of its v-heads.
-inline constexpr int kItemHeads = 4;
-__host__ __device__ inline int item_parts(int heads, int value_heads) {
-  return (value_heads / heads + kItemHeads - 1) / kItemHeads;
-}
+static_assert(sizeof(Prepared) % 16 == 0, "asynchronous copies move 16 bytes");
 
 // Workspace: what is prepared, then what context parallelism hands from its transfer pass to the scan.
-inline constexpr size_t kStateFloatBytes = size_t{kHeadDim} * kHeadDim * 4;
-inline constexpr size_t kTransferBytes = size_t{kHeadDim} * kHeadDim * 2;
-
 struct Workspace {  // offsets in bytes; `prepared` is at 0
   size_t initial, offsets, transfers, bytes;
 };

@@ -4,25 +4,6 @@
 namespace atrex::chunk_gdn {
 namespace {
 
-// Makes `device` current while it lives.
-class DeviceScope {
- public:
-  explicit DeviceScope(int device) {
-    check(cudaGetDevice(&previous_), "cudaGetDevice");
-    if (previous_ != device) check(cudaSetDevice(device), "cudaSetDevice");
-    changed_ = previous_ != device;
-  }
-  ~DeviceScope() {
-    if (changed_) cudaSetDevice(previous_);
-  }
-  DeviceScope(const DeviceScope&) = delete;
-  DeviceScope& operator=(const DeviceScope&) = delete;
-
- private:
-  int previous_ = 0;
-  bool changed_ = false;
-};
-
 // Through the runtime, so that nothing links against libcuda.
 decltype(&cuTensorMapEncodeTiled) encode_function() {
   static const auto function = [] {
@@ -73,11 +54,6 @@ void forward(Problem p, const Plan& plan, bool fp16, int device, cudaStream_t st
   maps.v = encode(p.v, p.batch, p.tokens, p.value_heads, fp16);
   maps.out = encode(out, p.batch, p.tokens, p.value_heads, fp16);
   (fp16 ? launch_scan_fp16 : launch_scan_bf16)(p, plan.warpgroups, plan.scan_blocks, maps, stream);
-}
-
-void pack(const PackedCopy& copy, int device, cudaStream_t stream) {
-  const DeviceScope scope(device);
-  launch_pack(copy, stream);
 }
 
 }  // namespace atrex::chunk_gdn

@@ -21,8 +21,4 @@ Plan make_plan(int batch, int tokens, int heads, int value_heads, int sequences,
 // Runs on `stream` of `device`; `p.slots`, `p.segments` and `p.offsets` come from the plan. Throws std::runtime_error.
 void forward(Problem p, const Plan& plan, bool fp16, int device, cudaStream_t stream);
 
-// Copies [B, T, H, 128] 16-bit elements with any strides into contiguous memory.
-struct PackedCopy;
-void pack(const PackedCopy& copy, int device, cudaStream_t stream);
-
 }  // namespace atrex::chunk_gdn

@@ -6,52 +6,13 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "workspace.h"
+
 namespace atrex::chunk_gdn {
 
-inline constexpr int kChunk = 64;      // tokens of a chunk
-inline constexpr int kHeadDim = 128;   // K = V
 inline constexpr int kSliceRows = 64;  // value rows that one state warpgroup owns
 inline constexpr int kTileElements = kChunk * kChunk;
-
-enum class DataType : int { kFloat32, kBFloat16, kFloat16 };
-
-// A [B, T, H, 128] activation; strides in elements, the last dimension is contiguous.
-struct Activation {
-  const void* data;
-  int64_t stride_b, stride_t, stride_h;
-};
-
-// A [B, T, HV] gate; strides in elements.
-struct Gate {
-  const void* data;
-  int64_t stride_b, stride_t, stride_h;
-  DataType dtype;
-};
-
-// States [rows, HV, K, V] or [rows, HV, V, K], fp32 or bf16; strides in elements.
-struct States {
-  void* data;  // null: absent
-  int64_t stride_row, stride_h, stride_k, stride_v;
-  DataType dtype;
-};
-
-// One (chunk, v-head)'s vectors, written by the prepare kernel and read by the scan.
-// G is the cumulative log decay inside the chunk, r the reciprocal norms (1 without l2norm).
-struct ChunkGates {
-  float beta[kChunk];
-  float decay_k[kChunk];  // beta exp(G) r_k: scales (S^T k)
-  float decay_u[kChunk];  // exp(G_end - G) r_k: scales u in the state update
-  float decay_q[kChunk];  // scale exp(G) r_q: scales (S^T q)
-  float decay_chunk[4];   // exp(G_end), four times to keep 16-byte copies
-};
-static_assert(sizeof(ChunkGates) % 16 == 0, "bulk copies move multiples of 16 bytes");
-
-// The prepare kernel's work items: a chunk and a q/k head with up to four of its v-heads.
-inline constexpr int kItemHeads = 4;
-inline constexpr uint32_t kItemReady = 2;  // the item's two warpgroups are through
-__host__ __device__ inline int item_parts(int heads, int value_heads) {
-  return (value_heads / heads + kItemHeads - 1) / kItemHeads;
-}
+inline constexpr uint32_t kItemReady = 2;  // in an item's counter: its two warpgroups are through
 
 // Workspace: per (slot, v-head) the strictly lower inverse, the scores and the gates; a counter an item, for a scan
 // that runs beside the preparation; then what context parallelism hands from its transfer pass to the scan.
@@ -65,8 +26,6 @@ __host__ __device__ constexpr uint32_t packed_column(int column) {  // where the
   return column * kColumnBytes - column * (column - 1) * kGroupBytes;
 }
 static_assert(packed_column(3) + 2 * kGroupBytes == kTileBytes);
-inline constexpr size_t kStateFloatBytes = size_t{kHeadDim} * kHeadDim * 4;
-inline constexpr size_t kTransferBytes = size_t{kHeadDim} * kHeadDim * 2;
 
 struct Workspace {  // offsets in bytes
   size_t inverse, scores, gates, ready, initial, offsets, transfers, bytes;
