@@ -1,8 +1,9 @@
 // Gates of a chunk: loads of any type and stride, cumulative decays with exact resets.
 #pragma once
 
+#include <cuda_fp16.h>
+
 #include "params.h"  // the target's own
-#include "ptx.cuh"
 
 namespace atrex::chunk_gdn {
 
@@ -53,6 +54,19 @@ __device__ __forceinline__ float gate_value(const RawGate& raw, DataType dtype) 
 struct LaneGates {
   RawGate g[2], beta[2];
 };
+
+// One warp: asks for the gates of one v-head of a work item.
+template <class Item>
+__device__ __forceinline__ LaneGates load_gates(const Problem& p, const Item& item, int member) {
+  LaneGates gates;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int t = threadIdx.x % 32 * 2 + i;
+    gates.g[i] = load_gate(p.g, item.batch, item.token + t, item.first_head + member, t < item.live);
+    gates.beta[i] = load_gate(p.beta, item.batch, item.token + t, item.first_head + member, t < item.live);
+  }
+  return gates;
+}
 
 // One warp: decays and beta of one v-head into shared memory.
 __device__ __forceinline__ void share_gates(const Problem& p, float2* decays, float* betas, const LaneGates& gates) {

@@ -10,6 +10,7 @@
 // A block of four warps serves one work item, a chunk and a q/k head with up to four v-heads of its group: both
 // products once, in registers, warp w those of rows 16w..16w+15, then scores and inverse of one v-head after the other.
 // Several blocks share a multiprocessor, so that one's latencies hide the others'.
+#include "chunk.cuh"
 #include "gates.cuh"
 #include "inverse.cuh"
 #include "launch.h"
@@ -25,7 +26,6 @@ constexpr int kBlocksPerMultiprocessor = 3;
 constexpr int kMaxMembers = kItemHeads;  // one warp loads the gates of one v-head
 static_assert(kMaxMembers == kThreads / 32);
 constexpr int kClearBlocks = 64;  // behind those of the items: they clear what no sequence owns
-constexpr float kNormEpsilon = 1e-6f;
 
 // One work item.
 struct Item {
@@ -50,22 +50,11 @@ struct Memory {
 };
 static_assert(kBlocksPerMultiprocessor * (sizeof(Memory) + 1024) <= 100 * 1024, "that many fit a multiprocessor");
 
-// Reciprocal norm of half a row's thread pair: thread 2 r and 2 r + 1 return that of row r.
+// Reciprocal norm of a row: threads 2 r and 2 r + 1 return that of row r.
 template <class T>
-__device__ __forceinline__ float reciprocal_norm(const unsigned char* tile) {
+__device__ __forceinline__ float row_norm(const unsigned char* tile) {
   const int row = threadIdx.x / 2;
-  const auto* pieces = reinterpret_cast<const uint4*>(tile) + row * (kRowBytes / 16) + threadIdx.x % 2 * 8;
-  float sum = 0.f;
-#pragma unroll
-  for (int piece = 0; piece < 8; ++piece) {
-    const uint4 packed = pieces[piece ^ (row & 7)];
-    for (const uint32_t pair : {packed.x, packed.y, packed.z, packed.w}) {
-      const float2 x = unpack2<T>(pair);
-      sum = fmaf(x.x, x.x, fmaf(x.y, x.y, sum));
-    }
-  }
-  sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-  return rsqrtf(sum + kNormEpsilon);
+  return reciprocal_norm<T>(reinterpret_cast<const uint4*>(tile) + row * (kRowBytes / 16) + threadIdx.x % 2 * 8, row);
 }
 
 // Clears this block's share of [begin, end) bytes; both multiples of 16.
@@ -73,20 +62,6 @@ __device__ __forceinline__ void clear_share(void* data, int64_t begin, int64_t e
   for (int64_t at = begin + (int64_t(share) * kThreads + threadIdx.x) * 16; at < end;
        at += kClearBlocks * kThreads * 16) {
     *reinterpret_cast<uint4*>(static_cast<char*>(data) + at) = uint4{};
-  }
-}
-
-// Outputs of the tokens and checkpoints that belong to no sequence are zero.
-__device__ __forceinline__ void clear_unused(const Problem& p, int share) {
-  const int used = monotone_offset(p, p.sequences);
-  if (used < p.tokens) {
-    const int64_t row_bytes = int64_t(p.value_heads) * kHeadDim * 2;
-    clear_share(p.out, used * row_bytes, p.tokens * row_bytes, share);
-  }
-  if (p.checkpoint_chunks) {
-    const int64_t row_bytes = p.checkpoints.stride_row * (p.checkpoints.dtype == DataType::kFloat32 ? 4 : 2);
-    clear_share(p.checkpoints.data, checkpoints_before(p, p.sequences) * row_bytes, p.checkpoint_rows * row_bytes,
-                share);
   }
 }
 
@@ -104,17 +79,6 @@ __device__ __forceinline__ Item find_item(const Problem& p, int index) {
   item.first_head = head * ratio + index % parts * kMaxMembers;
   item.members = min(kMaxMembers, (head + 1) * ratio - item.first_head);
   return item;
-}
-
-__device__ __forceinline__ LaneGates load_gates(const Problem& p, const Item& item, int member) {
-  LaneGates gates;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int t = threadIdx.x % 32 * 2 + i;
-    gates.g[i] = load_gate(p.g, item.batch, item.token + t, item.first_head + member, t < item.live);
-    gates.beta[i] = load_gate(p.beta, item.batch, item.token + t, item.first_head + member, t < item.live);
-  }
-  return gates;
 }
 
 // One warp: the gates of one v-head for the scan.
@@ -191,25 +155,6 @@ __device__ __forceinline__ void multiply(int warp, float (&qk)[32], float (&kk)[
   }
 }
 
-// What the v-heads share: norms, scale, and zeros above the diagonal and past the sequence's end. Selected, not
-// multiplied: a token that is NaN would reach the ones before it.
-__device__ __forceinline__ void scale_product(int warp, float (&product)[32], const float* row_norms,
-                                              const float* column_norms, float scale, int live, int from_diagonal) {
-  const int first_row = warp * 16 + threadIdx.x % 32 / 4, first_column = threadIdx.x % 4 * 2;
-  const float factors[2] = {scale * row_norms[first_row], scale * row_norms[first_row + 8]};
-#pragma unroll
-  for (int n = 0; n < 8; ++n) {
-    if (n >= 2 * warp + 2) continue;  // never read
-    const float2 norms = *reinterpret_cast<const float2*>(column_norms + 8 * n + first_column);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = first_row + i / 2 * 8, column = 8 * n + first_column + i % 2;
-      const bool on = row < live && row >= column + from_diagonal;
-      product[4 * n + i] = on ? product[4 * n + i] * (factors[i / 2] * (i % 2 ? norms.y : norms.x)) : 0.f;
-    }
-  }
-}
-
 template <class T>
 __device__ __forceinline__ void prepare(const Problem& p) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
@@ -219,7 +164,10 @@ __device__ __forceinline__ void prepare(const Problem& p) {
   // the warp.
   const int warp = __shfl_sync(0xffffffffu, (threadIdx.x / 32 + blockIdx.x) % 4, 0);
   const int items = p.slots * p.heads * item_parts(p.heads, p.value_heads);
-  if (blockIdx.x >= items) return clear_unused(p, blockIdx.x - items);
+  if (blockIdx.x >= items) {
+    const int share = blockIdx.x - items;
+    return clear_unused(p, [=](void* data, int64_t begin, int64_t end) { clear_share(data, begin, end, share); });
+  }
 
   if (warp == 0) {
     const Item found = find_item(p, blockIdx.x);
@@ -241,8 +189,8 @@ __device__ __forceinline__ void prepare(const Problem& p) {
   multiply<T>(warp, qk, kk, q, k);
   float norm_k = 1.f, norm_q = 1.f;
   if (p.l2norm) {
-    norm_k = reciprocal_norm<T>(smem.tiles.k);
-    norm_q = reciprocal_norm<T>(smem.tiles.q);
+    norm_k = row_norm<T>(smem.tiles.k);
+    norm_q = row_norm<T>(smem.tiles.q);
   }
   __syncthreads();  // K and Q are read: their place is free
   auto& work = smem.work;

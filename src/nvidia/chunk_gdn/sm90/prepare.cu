@@ -22,7 +22,7 @@ namespace atrex::chunk_gdn {
 namespace {
 
 constexpr int kTeams = 2;
-constexpr int kThreads = kPrepareThreads;
+constexpr int kThreads = 512;
 constexpr int kTeamThreads = kThreads / kTeams;
 constexpr int kMaxMembers = kItemHeads;  // one scores warp loads the gates of one v-head
 static_assert(kMaxMembers == 4);
@@ -95,17 +95,6 @@ __device__ __forceinline__ Item find_item(const Problem& p, int index) {
   return item;
 }
 
-__device__ __forceinline__ LaneGates load_gates(const Problem& p, const Item& item, int member) {
-  LaneGates gates;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int t = threadIdx.x % 32 * 2 + i;
-    gates.g[i] = load_gate(p.g, item.batch, item.token + t, item.first_head + member, t < item.live);
-    gates.beta[i] = load_gate(p.beta, item.batch, item.token + t, item.first_head + member, t < item.live);
-  }
-  return gates;
-}
-
 // The systems warpgroup asks for an item's K and Q; its gates are on their way on return.
 template <class T>
 __device__ __forceinline__ LaneGates fetch_item(int warp, const Problem& p, TeamMemory<T>& smem,
@@ -133,6 +122,25 @@ __device__ __forceinline__ void complete_item(int warp, const Problem& p, TeamMe
                                               int buffer) {
   share_gates(p, smem.decay[buffer][warp], smem.beta[buffer][warp], gates);
   mbarrier_arrive(&smem.item_full);
+}
+
+// One warp: the gates of one v-head for the scan.
+__device__ __forceinline__ void store_gates(const float2* decays, const float* betas, const float* norms_k,
+                                            const float* norms_q, float scale, int live, ChunkGates* out) {
+  const float2 end = decays[kChunk - 1];
+  for (int t = threadIdx.x % 32; t < kChunk; t += 32) {
+    const float2 decay = decays[t];
+    const float since_start = decay.y == 0.f ? exp2_approximate(decay.x) : 0.f;
+    const float until_end = decay.y == end.y ? exp2_approximate(end.x - decay.x) : 0.f;
+    const float norm_k = t < live ? norms_k[t] : 0.f;
+    const float norm_q = t < live ? norms_q[t] : 0.f;
+    const float beta = betas[t];
+    out->beta[t] = beta;
+    out->decay_k[t] = beta * since_start * norm_k;
+    out->decay_u[t] = until_end * norm_k;
+    out->decay_q[t] = scale * since_start * norm_q;
+  }
+  if (threadIdx.x % 32 < 4) out->decay_chunk[threadIdx.x % 32] = end.y == 0.f ? exp2_approximate(end.x) : 0.f;
 }
 
 // One v-head's scores into their tile and its system, this warp's rows up to the diagonal, into the block matrix.
@@ -188,6 +196,22 @@ __device__ __forceinline__ void multiply(float (&qk)[32], float (&kk)[32], const
   tie(kk);
 }
 
+// Clears this block's share of [begin, end) bytes; both multiples of 16.
+__device__ __forceinline__ void clear_share(void* data, int64_t begin, int64_t end) {
+  const int64_t step = int64_t(gridDim.x) * kThreads * 16;
+  for (int64_t at = begin + (int64_t(blockIdx.x) * kThreads + threadIdx.x) * 16; at < end; at += step) {
+    *reinterpret_cast<uint4*>(static_cast<char*>(data) + at) = uint4{};
+  }
+}
+
+// Reciprocal norms of the 64 rows of a swizzled tile pair, by a warpgroup: two threads a row, one panel each.
+template <class T>
+__device__ __forceinline__ void reciprocal_norms(const T (&panels)[2][kTileElements], float* out) {
+  const int row = threadIdx.x % 128 / 2;
+  const float norm = reciprocal_norm<T>(reinterpret_cast<const uint4*>(panels[threadIdx.x % 2]) + row * 8, row);
+  if (threadIdx.x % 2 == 0) out[row] = norm;
+}
+
 template <class T>
 __device__ __forceinline__ void prepare(const Problem& p, const CUtensorMap& map_k, const CUtensorMap& map_q) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
@@ -210,7 +234,7 @@ __device__ __forceinline__ void prepare(const Problem& p, const CUtensorMap& map
     }
     mbarrier_init_fence();
   }
-  if (p.cu_seqlens != nullptr) clear_unused(p);
+  if (p.cu_seqlens != nullptr) clear_unused(p, clear_share);
   __syncthreads();
   if (first >= items) return;
 
