@@ -174,20 +174,20 @@ __device__ __forceinline__ void scan(const Problem& p) {
   grid_wait();
   if constexpr (kPass == Pass::kTransfer) {
     // The scan's last segment may overwrite a pool's row before its first segment has started: hand over a copy.
-    if (work.segment == 0) store_slice(s, p.workspace + p.offsets.initial, sequence_head, slice);
+    if (work.segment == 0) store_fragment(s, p.workspace + p.offsets.initial, sequence_head, slice);
     // A segment without chunks transfers nothing; of segment 0 the scan wants the initial state.
     if (work.segment > 0 && first == end) return;
   } else if (p.segments > 1) {
     if (work.segment == 0) {
-      load_slice(s, p.workspace + p.offsets.initial, sequence_head, slice);
+      load_fragment(s, p.workspace + p.offsets.initial, sequence_head, slice);
     } else {
-      load_slice(s, p.workspace + p.offsets.offsets, first_cut, slice);
+      load_fragment(s, p.workspace + p.offsets.offsets, first_cut, slice);
     }
     // S <- M_j S + N_j for the segments in between that have chunks: a short sequence does not fill all.
     const int transfers = min(work.segment, per_segment > 0 ? (seq.chunks() + per_segment - 1) / per_segment : 0);
     for (int j = 1; j < transfers; ++j) {
       round_state<T>(s_operand, s);
-      load_slice(s, p.workspace + p.offsets.offsets, first_cut + j, slice);
+      load_fragment(s, p.workspace + p.offsets.offsets, first_cut + j, slice);
       apply_transfer<T>(s, s_operand, p.workspace + p.offsets.transfers, first_cut + j);
     }
   }
@@ -348,7 +348,7 @@ __device__ __forceinline__ void scan(const Problem& p) {
     // S^T after a scan from the identity is M^T.
     store_transfer<T>(s, p.workspace + p.offsets.transfers, first_cut + work.segment, slice);
   } else {
-    store_slice(s, p.workspace + p.offsets.offsets, first_cut + work.segment, slice);
+    store_fragment(s, p.workspace + p.offsets.offsets, first_cut + work.segment, slice);
   }
 }
 

@@ -1,22 +1,21 @@
-// States between memory and a state warpgroup's registers.
+// States between memory and registers: each thread of a slice's warps has 64 elements of it.
 #pragma once
 
-#include "params.h"
+#include <cuda_bf16.h>
+
+#include "fragment.cuh"  // the target's own
 
 namespace atrex::chunk_gdn {
 
-// Element i of a thread's S^T fragment: value row and key column inside the slice.
-__device__ __forceinline__ int fragment_row(int i) {
-  return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + i / 2 % 2 * 8;
-}
-__device__ __forceinline__ int fragment_column(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
+// ---- The caller's states ------------------------------------------------------------------------------------------
 
 template <class T>
 __device__ __forceinline__ void load_state(float (&s)[64], const States& states, int64_t row, int head, int slice) {
   const T* base = static_cast<const T*>(states.data) + row * states.stride_row + head * states.stride_h;
 #pragma unroll
   for (int i = 0; i < 64; ++i) {
-    s[i] = float(base[(slice * kSliceRows + fragment_row(i)) * states.stride_v + fragment_column(i) * states.stride_k]);
+    s[i] =
+        float(base[(slice * kSliceRows + fragment_value(i)) * states.stride_v + fragment_column(i) * states.stride_k]);
   }
 }
 __device__ __forceinline__ void load_state(float (&s)[64], const States& states, int64_t row, int head, int slice) {
@@ -33,7 +32,7 @@ __device__ __forceinline__ void store_state(const float (&s)[64], const States& 
   T* base = static_cast<T*>(states.data) + row * states.stride_row + head * states.stride_h;
 #pragma unroll
   for (int i = 0; i < 64; ++i) {
-    base[(slice * kSliceRows + fragment_row(i)) * states.stride_v + fragment_column(i) * states.stride_k] = T(s[i]);
+    base[(slice * kSliceRows + fragment_value(i)) * states.stride_v + fragment_column(i) * states.stride_k] = T(s[i]);
   }
 }
 __device__ __forceinline__ void store_state(const float (&s)[64], const States& states, int64_t row, int head,
@@ -45,19 +44,23 @@ __device__ __forceinline__ void store_state(const float (&s)[64], const States& 
   }
 }
 
-// Fragments in workspace: element quads of the 128 threads side by side, slice after slice.
+// ---- The workspace's: element quads of a slice's threads side by side, slice after slice ---------------------------
+
+inline constexpr int kSliceThreads = kSliceRows * kHeadDim / 64;
+
 __device__ __forceinline__ float4* fragment_quads(unsigned char* data, int64_t index, int slice) {
-  return reinterpret_cast<float4*>(data + index * kStateFloatBytes) + slice * 16 * 128 + threadIdx.x % 128;
+  return reinterpret_cast<float4*>(data + index * kStateFloatBytes) + slice * 16 * kSliceThreads +
+         threadIdx.x % kSliceThreads;
 }
 __device__ __forceinline__ void load_fragment(float (&s)[64], unsigned char* data, int64_t index, int slice) {
   const float4* quads = fragment_quads(data, index, slice);
 #pragma unroll
-  for (int i = 0; i < 16; ++i) *reinterpret_cast<float4*>(s + 4 * i) = quads[i * 128];
+  for (int i = 0; i < 16; ++i) *reinterpret_cast<float4*>(s + 4 * i) = quads[i * kSliceThreads];
 }
 __device__ __forceinline__ void store_fragment(const float (&s)[64], unsigned char* data, int64_t index, int slice) {
   float4* quads = fragment_quads(data, index, slice);
 #pragma unroll
-  for (int i = 0; i < 16; ++i) quads[i * 128] = *reinterpret_cast<const float4*>(s + 4 * i);
+  for (int i = 0; i < 16; ++i) quads[i * kSliceThreads] = *reinterpret_cast<const float4*>(s + 4 * i);
 }
 
 }  // namespace atrex::chunk_gdn
