@@ -1,7 +1,7 @@
 """Draws chunk_gdn_sm90.svg from the measured chunk_gdn_sm90.jsonl; needs matplotlib.
 
-A line of the measurements: peer, shape (q/k heads, v heads, tokens in all, sequences), CUDA-graph time and, where it was
-taken, eager time, ms.
+A line of the measurements: peer, shape (q/k heads, v heads, tokens in all, sequences), CUDA-graph time and, where it
+was taken, eager time, ms.
 """
 
 import json

@@ -12,12 +12,13 @@ inline void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
-// Makes `device` current while it lives.
+// Makes `device` current while it lives, and its context too: a new host thread may have the device by default but no
+// context yet, and the driver's calls want one.
 class DeviceScope {
  public:
   explicit DeviceScope(int device) {
     check(cudaGetDevice(&previous_), "cudaGetDevice");
-    if (previous_ != device) check(cudaSetDevice(device), "cudaSetDevice");
+    check(cudaSetDevice(device), "cudaSetDevice");
     changed_ = previous_ != device;
   }
   ~DeviceScope() {

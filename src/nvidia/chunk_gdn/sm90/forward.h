@@ -18,7 +18,8 @@ struct Plan {
 };
 Plan make_plan(int batch, int tokens, int heads, int value_heads, int sequences, bool packed, int multiprocessors);
 
-// Runs on `stream` of `device`; `p.slots`, `p.segments` and `p.offsets` come from the plan. Throws std::runtime_error.
+// Runs on `stream` of `device`; slots, segments, overlap and offsets of `p` come from the plan. Throws
+// std::runtime_error.
 void forward(Problem p, const Plan& plan, bool fp16, int device, cudaStream_t stream);
 
 }  // namespace atrex::chunk_gdn

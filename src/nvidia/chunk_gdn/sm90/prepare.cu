@@ -24,7 +24,7 @@ namespace {
 constexpr int kTeams = 2;
 constexpr int kThreads = 512;
 constexpr int kTeamThreads = kThreads / kTeams;
-constexpr int kMaxMembers = kItemHeads;  // one scores warp loads the gates of one v-head
+constexpr int kMaxMembers = kItemHeads;  // one systems warp loads the gates of one v-head
 static_assert(kMaxMembers == 4);
 constexpr int kLoadBytes = 4 * kTileElements * 2;
 

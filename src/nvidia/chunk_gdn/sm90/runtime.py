@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch._C import _cuda_getCurrentRawStream as current_stream
@@ -17,7 +17,7 @@ def _multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@cache
+@lru_cache(maxsize=4096)  # a server's sizes differ from call to call
 def _plan(B: int, T: int, H: int, HV: int, N: int, packed: bool, device: int) -> tuple[int, ...]:
     """How the kernels cut a problem of this size (``Plan`` in forward.h); the last item is the workspace, bytes."""
     return _native.plan(B, T, H, HV, N, packed, _multiprocessors(device))

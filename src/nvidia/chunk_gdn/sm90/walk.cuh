@@ -305,7 +305,7 @@ __device__ __forceinline__ void walk(const Problem& p, ScanMemory<T, kWarpgroups
         if (chunk > first && chunk % p.checkpoint_chunks == 0) store_checkpoint(chunk, checkpoint_row);
         decay_state(smem.gates[current].decay_chunk[0]);
       }
-      // State and outputs of this chunk; meanwhile v of the next.
+      // State and outputs of this chunk; in the transfer pass, meanwhile, v of the next.
       update_state(current);
       if constexpr (kOutputs) {
         finish_outputs(current);
