@@ -156,7 +156,7 @@ __device__ __forceinline__ void store_outputs(const ScanMaps& maps, ScanMemory<T
   }
 }
 
-// Calls `serve` with each of the block's work items that is not padding; called by full warps.
+// Calls `serve` with each of the block's work items that there is something to do for; called by full warps.
 template <int kWarpgroups, Pass kPass, class Serve>
 __device__ __forceinline__ void for_each_work(const Problem& p, int works, Serve serve) {
 #pragma unroll 1
