@@ -15,7 +15,11 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 HERE = Path(__file__).parent
 PEERS = {"atrex": "#1f6f54", "flashinfer": "#b5651d", "fla": "#8a8d91"}
-NAMES = {"atrex": "atrex", "flashinfer": "FlashInfer 0.6.18", "fla": "FLA 0.6.0 (four shapes measured)"}
+NAMES = {
+    "atrex": "atrex",
+    "flashinfer": "FlashInfer 0.6.18.post1, another H200",
+    "fla": "FLA 0.6.0 (four shapes measured)",
+}
 
 
 def main():
@@ -35,7 +39,7 @@ def main():
     axes.set_yscale("log")
     axes.set_ylabel("ms, log scale")
     axes.set_xlabel("q/k heads / v heads, tokens, sequences")
-    axes.set_title("chunk_gated_delta_rule on one H200, bf16, CUDA-graph replay, L2 flushed", fontsize=10)
+    axes.set_title("chunk_gated_delta_rule on an H200, bf16, CUDA-graph replay, L2 flushed", fontsize=10)
     axes.grid(axis="y", alpha=0.3)
     axes.legend(frameon=False, fontsize=8)
     for side in ("top", "right"):
