@@ -19,7 +19,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import atrex
-from harness import chunk_gdn, chunk_gdn_cases, inputs, poison, reference
+from harness import chunk_gdn, chunk_gdn_cases, inputs, poison, reference, timing
 from harness.chunk_gdn import Call, Case
 from harness.chunk_gdn_cases import BF16, F32, FP16, RAGGED
 from harness.chunk_gdn_modes import DEVICE, MALFORMED, malformed_call, profiled
@@ -430,21 +430,7 @@ def test_speed(speed):
     T, N, limit_ms = speed
     tensors = inputs.make_inputs(1, T, 16, 32, seed=9, device=DEVICE)
     options = {"output_final_state": True, "cu_seqlens": inputs.offsets([T // N] * N, DEVICE)}
-    atrex.chunk_gated_delta_rule(*tensors, **options)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        atrex.chunk_gated_delta_rule(*tensors, **options)
-    flush = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)  # more than the L2 holds
-    times = []
-    for _ in range(30):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        flush.zero_()
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    median = statistics.median(times[5:])
+    median = statistics.median(timing.samples(lambda: atrex.chunk_gated_delta_rule(*tensors, **options), "cuda"))
     print(f"16/32 heads, {T} tokens in {N}: {median:.3f} ms in a graph, limit {limit_ms} ms")
     assert median < limit_ms
 

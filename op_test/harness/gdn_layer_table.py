@@ -7,7 +7,7 @@ import torch
 from . import inputs
 from .compare import head_errors
 from .gdn_layer import D, Layer
-from .throughput import L2_BYTES, copy_bandwidth, graph_us
+from .throughput import cold_sets, copy_bandwidth, graph_us
 
 HEADS = ((16, 32), (8, 16), (4, 8))
 BATCHES = (1, 8, 32, 128, 512)
@@ -24,7 +24,7 @@ def step_bytes(layer, B, state):
 
 def pools(layer, B, state, columns):
     """States for so many steps that none finds its own in the L2: of the convolution, of the rule, their slots."""
-    steps = max(4, min(256, 4 * L2_BYTES // (B * layer.HV * D * D * state.itemsize)))
+    steps = cold_sets(B * layer.HV * D * D * state.itemsize, most=256)
     conv_states = layer.conv_states(B * steps, 1, columns)
     states = torch.empty(B * steps, layer.HV, D, D, dtype=state, device=layer.device).normal_(0, 0.1)
     return conv_states, states, torch.randperm(B * steps, device=layer.device, dtype=torch.int32).view(steps, B)

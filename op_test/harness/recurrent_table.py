@@ -8,7 +8,7 @@ import atrex
 
 from . import inputs, reference
 from .compare import head_errors
-from .throughput import L2_BYTES, copy_bandwidth, graph_us
+from .throughput import cold_sets, copy_bandwidth, graph_us
 
 DEVICE = "cuda:0"
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -19,7 +19,7 @@ make_states = functools.partial(inputs.make_states, device=DEVICE)
 
 def decode_tensors(B, H, HV, state, seed=40):
     """Inputs of a decode step, and a pool with slots for so many steps that no step finds its states in the L2."""
-    steps = max(4, min(256, 4 * L2_BYTES // (B * HV * 128 * 128 * state.itemsize)))
+    steps = cold_sets(B * HV * 128 * 128 * state.itemsize, most=256)
     tokens = make_inputs(B, 1, H, HV, seed=seed, unit_keys=False)
     pool = torch.empty(B * steps, HV, 128, 128, dtype=state, device=DEVICE).normal_(0, 0.1)
     slots = torch.randperm(B * steps, device=DEVICE, dtype=torch.int32).view(steps, B)

@@ -7,9 +7,7 @@ import time
 
 import torch
 
-L2_BYTES = 64 << 20
-
-
+_L2_BYTES = 64 << 20
 # Clocks of a GPU that has idled are low, and what is measured follows work on the host alone.
 _WARM_UP_S = 0.05
 
@@ -29,6 +27,11 @@ def _event_us(run, repeats):
         end.record()
     torch.cuda.synchronize()
     return [start.elapsed_time(end) * 1e3 for start, end in events]
+
+
+def cold_sets(size, most, least=4):
+    """How many sets of tensors of ``size`` bytes calls take in turns, so that none finds its own in the L2."""
+    return max(least, min(most, 4 * _L2_BYTES // size))
 
 
 def graph_us(calls, repeats=9):

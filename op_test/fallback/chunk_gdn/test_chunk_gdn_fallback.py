@@ -1,6 +1,5 @@
 """The fallback of chunk_gated_delta_rule: the whole contract on a CPU, gradients, torch.compile, speed and memory."""
 
-import contextlib
 import os
 import statistics
 import subprocess
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 import atrex
 from harness import inputs, modes, poison, reference
 from harness.compare import assert_heads_close
+from harness.throughput import one_thread
 
 CPU = "cpu"
 # Relative L2 of a head: float32 arithmetic, and a result rounded to bfloat16 or float16.
@@ -345,15 +345,6 @@ def test_operators_keep_the_rules_of_torch_library(v_first, every):
 def run_child(code):
     path = os.pathsep.join(filter(None, sys.path))
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, env={**os.environ, "PYTHONPATH": path})
-
-
-@contextlib.contextmanager
-def one_thread():
-    """Two threads that share a busy machine wait for each other, which measures the machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def measured_inputs(dtype):

@@ -20,7 +20,7 @@ import torch
 import atrex
 from harness import modes, poison
 from harness.causal_conv1d import PREFILL, UPDATE, PrefillCase, UpdateCase, assert_close, convolve, draw
-from harness.throughput import L2_BYTES, copy_bandwidth, graph_us, host_us
+from harness.throughput import cold_sets, copy_bandwidth, graph_us, host_us
 
 DEVICE = "cuda:0"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -346,14 +346,14 @@ def sanitize():
 
 def prefill_us(T, C, call=fn):
     weight = randn(C, 4, seed=54)
-    count = max(2, min(16, 4 * L2_BYTES // (4 * T * C)))
+    count = cold_sets(4 * T * C, most=16, least=2)
     return graph_us([functools.partial(call, tokens(1, T, C, 55 + i), weight, activation="silu") for i in range(count)])
 
 
 def decode_us(B, C, columns, call=update):
     """transformers' layout for four columns, vLLM's for three."""
     weight = randn(C, 4, seed=75)
-    count = max(4, min(256, 4 * L2_BYTES // (2 * B * C * (2 + 2 * columns))))
+    count = cold_sets(2 * B * C * (2 + 2 * columns), most=256)
     states = [randn(B, C, columns, seed=76) for _ in range(count)]
     states = states if columns == 4 else [state.mT.contiguous().mT for state in states]
     xs = [randn(B, C, seed=77) for _ in range(count)]

@@ -22,7 +22,7 @@ import atrex
 from harness import gated_norm, modes, poison
 from harness.compare import assert_heads_close
 from harness.gated_norm import CHOICES, LIMITS, Case, differing, expected
-from harness.throughput import L2_BYTES, copy_bandwidth, graph_us, host_us
+from harness.throughput import cold_sets, copy_bandwidth, graph_us, host_us
 
 DEVICE = "cuda:0"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -259,7 +259,7 @@ def bytes_of(T, HV):
 
 def norm_us(call, T, HV, apart=8):
     """``call(x, weight, z)`` on the rows of T tokens, where z is a part of a projection that is wider by ``apart``."""
-    sets = max(4, min(128, 4 * L2_BYTES // bytes_of(T, HV)))
+    sets = cold_sets(bytes_of(T, HV), most=128)
     x = torch.randn(sets, T, HV, 128, dtype=BF16, device=DEVICE)
     z = torch.randn(sets, T, HV + apart, 128, dtype=BF16, device=DEVICE)[:, :, apart:]
     weight = torch.ones(128, dtype=BF16, device=DEVICE)

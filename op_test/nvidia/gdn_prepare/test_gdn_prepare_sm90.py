@@ -22,7 +22,7 @@ import atrex
 from harness import modes, poison
 from harness.compare import assert_heads_close
 from harness.prepare import CHOICES, Case
-from harness.throughput import L2_BYTES, copy_bandwidth, graph_us, host_us
+from harness.throughput import cold_sets, copy_bandwidth, graph_us, host_us
 
 DEVICE = "cuda:0"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -250,7 +250,7 @@ def bytes_of(T, H, HV, gate=2):
 
 
 def prepare_us(T, H, HV, call=prepare):
-    sets = max(4, min(128, 4 * L2_BYTES // bytes_of(T, H, HV)))
+    sets = cold_sets(bytes_of(T, H, HV), most=128)
     made = arguments_of([T], H, HV)
     x = made["conv_output"].expand(sets, -1, -1).clone()
     return graph_us([functools.partial(call, **made | {"conv_output": x[i]}) for i in range(sets)])

@@ -24,8 +24,7 @@ namespace {
 constexpr int kTeams = 2;
 constexpr int kThreads = 512;
 constexpr int kTeamThreads = kThreads / kTeams;
-constexpr int kMaxMembers = kItemHeads;  // one systems warp loads the gates of one v-head
-static_assert(kMaxMembers == 4);
+static_assert(kItemHeads == 4, "one systems warp loads the gates of one v-head");
 constexpr int kLoadBytes = 4 * kTileElements * 2;
 
 // One work item.
@@ -53,8 +52,8 @@ struct alignas(1024) TeamMemory {
   float norm_k[kChunk], norm_q[kChunk];
   // Of two items in turn: the next one's arrive while this one's are in use.
   // Decay: log2 of the decay since the chunk's start without the resets, and kResetLog2 for each reset.
-  float2 decay[2][kMaxMembers][kChunk];
-  float beta[2][kMaxMembers][kChunk];
+  float2 decay[2][kItemHeads][kChunk];
+  float beta[2][kItemHeads][kChunk];
   Item items[3];       // this one, the next, whose tiles are fetched, and the one after it, which is looked up
   uint64_t item_full;  // K and Q are there, and the gates
   uint64_t system_full[2], system_empty[2];
@@ -88,8 +87,8 @@ __device__ __forceinline__ Item find_item(const Problem& p, int index) {
   item.batch = seq.batch;
   item.token = seq.start + (slot - seq.slot) * kChunk;
   item.live = min(kChunk, seq.length - (slot - seq.slot) * kChunk);
-  item.first_head = head * ratio + index % parts * kMaxMembers;
-  item.members = min(kMaxMembers, (head + 1) * ratio - item.first_head);
+  item.first_head = head * ratio + index % parts * kItemHeads;
+  item.members = min(kItemHeads, (head + 1) * ratio - item.first_head);
   item.first_tile = int64_t(slot) * p.value_heads + item.first_head;
   item.counter = (slot * p.heads + head) * parts + index % parts;
   return item;
