@@ -7,10 +7,10 @@
 
 namespace atrex::chunk_gdn {
 
-// The row that a lane names to stmatrix for a 16x16 block in a packed triangular tile (params.h).
-__device__ __forceinline__ uint32_t packed_block(int warp, int block) {
+// The row that a lane names to stmatrix for a 16x16 block in a packed tile (params.h).
+__device__ __forceinline__ uint32_t tile_block(int warp, int block) {
   const uint32_t lane = threadIdx.x % 32;
-  return packed_column(block) + (2 * (warp - block) + (lane / 8 & 1)) * kGroupBytes + lane / 16 * 128 + lane % 8 * 16;
+  return packed_group(block, 2 * warp + (lane / 8 & 1)) + lane / 16 * 128 + lane % 8 * 16;
 }
 
 // Inverts the block matrix in place; its strictly lower part goes into the tile, once that has left shared memory.
@@ -52,7 +52,7 @@ __device__ __forceinline__ void invert(int warp, float (*blocks)[kPitch], uint32
         fragment[e] = pack2<T>(row > column ? x.x : 0.f, row > column + 1 ? x.y : 0.f);
       }
     }
-    store_matrix(tile + packed_block(warp, block), fragment);
+    store_matrix(tile + tile_block(warp, block), fragment);
   }
 }
 

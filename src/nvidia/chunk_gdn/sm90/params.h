@@ -14,32 +14,48 @@ inline constexpr int kSliceRows = 64;  // value rows that one state warpgroup ow
 inline constexpr int kTileElements = kChunk * kChunk;
 inline constexpr uint32_t kItemReady = 2;  // in an item's counter: its two warpgroups are through
 
-// Workspace: per (slot, v-head) the strictly lower inverse, the scores and the gates; a counter an item, for a scan
-// that runs beside the preparation; then what context parallelism hands from its transfer pass to the scan.
-inline constexpr size_t kTileBytes = kTileElements * 2 * 10 / 16;
-// Scores and inverses are lower triangular: of their 16x16 blocks only those on and below the diagonal are kept. A
-// block column is a stack of 8-row groups, each two 8x8 blocks of 128 bytes side by side, as wgmma reads an operand
-// without swizzle; in the workspace the columns are packed, in the scan's shared memory each has its full height.
+// A 64x64 tile of scores or of an inverse, which are lower triangular. It is a row of four columns of 16 tokens; a
+// column is a stack of 8-row groups, each two 8x8 blocks of 128 bytes side by side, as wgmma reads an operand without
+// swizzle. Of the last two columns the lower halves alone are kept, group beside group: the zeros that the scan has in
+// front of them are their upper halves.
 inline constexpr uint32_t kGroupBytes = 256;
-inline constexpr uint32_t kColumnBytes = kChunk / 8 * kGroupBytes;
-__host__ __device__ constexpr uint32_t packed_column(int column) {  // where the column's group 2 column begins
-  return column * kColumnBytes - column * (column - 1) * kGroupBytes;
+struct PackedTile {
+  unsigned char lower[4][2][kGroupBytes];
+  unsigned char whole[2][8][kGroupBytes];
+};
+struct TriangularTile {
+  unsigned char zeros[4][2][kGroupBytes];
+  PackedTile packed;
+};
+// Where the column's group `group` lies in a packed tile.
+__host__ __device__ constexpr uint32_t packed_group(int column, int group) {
+  return column < 2 ? offsetof(PackedTile, whole) + (8 * column + group) * kGroupBytes
+                    : (2 * (group - 4) + column - 2) * kGroupBytes;
 }
-static_assert(packed_column(3) + 2 * kGroupBytes == kTileBytes);
 
+// Where the gates keep token t. Of 16 tokens an accumulator's thread has 2 (lane % 4) and the next, and the two that
+// are 8 further on: these four lie side by side.
+__device__ __forceinline__ int gate_place(int t) { return t / 16 * 16 + t % 8 / 2 * 4 + t / 8 % 2 * 2 + t % 2; }
+
+// All that the preparation hands to the scan of one (chunk, v-head).
+struct alignas(128) Prepared {
+  PackedTile scores;
+  PackedTile inverse;  // strictly lower part
+  ChunkGates gates;    // copied together with the inverse
+};
+inline constexpr uint32_t kInverseBytes = sizeof(PackedTile) + sizeof(ChunkGates);
+
+// Workspace: what is prepared of each (slot, v-head); a counter an item, for a scan that runs beside the preparation;
+// then what context parallelism hands from its transfer pass to the scan.
 struct Workspace {  // offsets in bytes
-  size_t inverse, scores, gates, ready, initial, offsets, transfers, bytes;
+  size_t ready, initial, offsets, transfers, bytes;
 };
 
 inline Workspace workspace_of(int64_t slots, int64_t heads, int64_t value_heads, int64_t sequences, int64_t segments) {
   auto align = [](size_t n) { return (n + 1023) / 1024 * 1024; };
-  const size_t chunk_heads = slots * value_heads;
   const size_t cuts = segments > 1 ? sequences * value_heads * (segments - 1) : 0;
   Workspace w{};
-  w.inverse = 0;
-  w.scores = w.inverse + chunk_heads * kTileBytes;
-  w.gates = w.scores + chunk_heads * kTileBytes;
-  w.ready = align(w.gates + chunk_heads * sizeof(ChunkGates));
+  w.ready = align(slots * value_heads * sizeof(Prepared));
   w.initial = align(w.ready + slots * heads * item_parts(heads, value_heads) * sizeof(uint32_t));
   w.offsets = w.initial + (segments > 1 ? sequences * value_heads * kStateFloatBytes : 0);
   w.transfers = w.offsets + cuts * kStateFloatBytes;
@@ -73,6 +89,8 @@ struct Problem {
 
   unsigned char* workspace;
   Workspace offsets;
+
+  __device__ Prepared* prepared() const { return reinterpret_cast<Prepared*>(workspace); }
 };
 
 }  // namespace atrex::chunk_gdn

@@ -7,14 +7,14 @@ namespace atrex::chunk_gdn {
 namespace {
 
 // Microseconds on an H200 (docs/performance/chunk_gdn_sm90.md). They need not be exact: plans lie far apart.
-constexpr float kScanStep[] = {1.03f, 1.6f};  // one chunk in a scan block of one, of two slices
-constexpr float kScanStart = 6.f;             // first loads, states in and out
+constexpr float kScanStep[] = {1.f, 1.6f};  // one chunk in a scan block of one, of two slices
+constexpr float kScanStart = 6.f;           // first loads, states in and out
 constexpr float kTransferStep = 1.3f;
 constexpr float kTransferStart = 8.f;
 constexpr float kApplyTransfer = 1.5f;
 constexpr float kPrepareHead = 1.35f;  // one chunk of one v-head on one multiprocessor
 constexpr float kPrepareStart = 8.f;
-constexpr float kPrepareLead = 1.1f;  // how much faster than the scan the preparation beside it is
+constexpr float kPrepareLead = 1.2f;  // how much faster than the scan the preparation beside it is
 constexpr int kMaxSegments = 32;
 
 int ceil_divide(int64_t a, int64_t b) { return int((a + b - 1) / b); }

@@ -45,8 +45,9 @@ template <class T>
 struct alignas(1024) TeamMemory {
   T k[2][kTileElements];  // 64-feature panels, 128-byte swizzled
   T q[2][kTileElements];
-  T inverse[kTileBytes / 2];
-  T scores[2][kTileBytes / 2];  // one can be written while the other is stored
+  // Zero above the diagonal from the start.
+  PackedTile inverse;
+  PackedTile scores[2];  // one can be written while the other is stored
   float systems[2][kChunk][kPitch];
   SystemInfo infos[2];
   float norm_k[kChunk], norm_q[kChunk];
@@ -98,14 +99,12 @@ __device__ __forceinline__ Item find_item(const Problem& p, int index) {
 template <class T>
 __device__ __forceinline__ LaneGates fetch_item(int warp, const Problem& p, TeamMemory<T>& smem,
                                                 const CUtensorMap& map_k, const CUtensorMap& map_q, const Item& item) {
-  if (threadIdx.x % 128 == 0) {
+  if (warp == 0 && elect_one()) {
     if (item.live > 0) {
       const int head = item.first_head / (p.value_heads / p.heads);
       mbarrier_expect(&smem.item_full, kLoadBytes);
-      for (int panel = 0; panel < 2; ++panel) {
-        load_tile(smem.k[panel], &map_k, panel * 64, head, item.token, item.batch, &smem.item_full);
-        load_tile(smem.q[panel], &map_q, panel * 64, head, item.token, item.batch, &smem.item_full);
-      }
+      load_panels(smem.k, &map_k, 0, head, item.token, item.batch, &smem.item_full);
+      load_panels(smem.q, &map_q, 0, head, item.token, item.batch, &smem.item_full);
     } else {
       mbarrier_arrive(&smem.item_full);
     }
@@ -134,10 +133,11 @@ __device__ __forceinline__ void store_gates(const float2* decays, const float* b
     const float norm_k = t < live ? norms_k[t] : 0.f;
     const float norm_q = t < live ? norms_q[t] : 0.f;
     const float beta = betas[t];
-    out->beta[t] = beta;
-    out->decay_k[t] = beta * since_start * norm_k;
-    out->decay_u[t] = until_end * norm_k;
-    out->decay_q[t] = scale * since_start * norm_q;
+    const int place = gate_place(t);
+    out->beta[place] = beta;
+    out->decay_k[place] = beta * since_start * norm_k;
+    out->decay_u[place] = until_end * norm_k;
+    out->decay_q[place] = scale * since_start * norm_q;
   }
   if (threadIdx.x % 32 < 4) out->decay_chunk[threadIdx.x % 32] = end.y == 0.f ? exp2_approximate(end.x) : 0.f;
 }
@@ -169,7 +169,7 @@ __device__ __forceinline__ void write_scores_and_system(int warp, const float2* 
         }
         store_accumulator(blocks, 16 * warp, 8 * n, system);
       }
-      store_matrix(tile + packed_block(warp, block), scores);
+      store_matrix(tile + tile_block(warp, block), scores);
     }
   }
 }
@@ -233,6 +233,10 @@ __device__ __forceinline__ void prepare(const Problem& p, const CUtensorMap& map
     }
     mbarrier_init_fence();
   }
+  for (int i = threadIdx.x % kTeamThreads; i < int(3 * sizeof(PackedTile) / 16); i += kTeamThreads) {
+    reinterpret_cast<uint4*>(&smem.inverse)[i] = uint4{};
+  }
+  fence_async_proxy();
   if (p.cu_seqlens != nullptr) clear_unused(p, clear_share);
   __syncthreads();
   if (first >= items) return;
@@ -246,12 +250,12 @@ __device__ __forceinline__ void prepare(const Problem& p, const CUtensorMap& map
       if (info.tile < 0) break;
       auto sync = [] { named_barrier_sync(barrier_id(kInverseBarrier), 128); };
       // The systems warpgroup has most to do in its last warp, this one in its first: different schedulers.
-      invert<T>(3 - warp, smem.systems[buffer], smem_address(smem.inverse), sync);
+      invert<T>(3 - warp, smem.systems[buffer], smem_address(&smem.inverse), sync);
       fence_async_proxy();
       mbarrier_arrive(&smem.system_empty[buffer]);
       sync();
       if (elected) {
-        store_bulk(p.workspace + p.offsets.inverse + info.tile * kTileBytes, smem.inverse, kTileBytes);
+        store_bulk(&p.prepared()[info.tile].inverse, &smem.inverse, sizeof(PackedTile));
         store_commit();
         if (p.overlap && info.last_of >= 0) {
           store_wait_all();
@@ -304,7 +308,7 @@ __device__ __forceinline__ void prepare(const Problem& p, const CUtensorMap& map
           const int buffer = count & 1;
           mbarrier_wait(&smem.system_empty[buffer], ~(count / 2) & 1);  // at once in the first round
           write_scores_and_system<T>(warp, smem.decay[parity][member], smem.beta[parity][member], qk, kk,
-                                     smem_address(smem.scores[buffer]), smem.systems[buffer]);
+                                     smem_address(&smem.scores[buffer]), smem.systems[buffer]);
           if (threadIdx.x % 128 == 0) {
             smem.infos[buffer] = {item.first_tile + member, member + 1 == item.members ? item.counter : -1};
           }
@@ -313,15 +317,13 @@ __device__ __forceinline__ void prepare(const Problem& p, const CUtensorMap& map
           if (elected) store_wait_read();  // the other scores tile, written next, is free
           named_barrier_sync(barrier_id(kSystemsBarrier), 128);
           if (elected) {
-            store_bulk(p.workspace + p.offsets.scores + (item.first_tile + member) * kTileBytes, smem.scores[buffer],
-                       kTileBytes);
+            store_bulk(&p.prepared()[item.first_tile + member].scores, &smem.scores[buffer], sizeof(PackedTile));
             store_commit();
           }
         }
         if (warp < item.members) {
-          auto* gates = reinterpret_cast<ChunkGates*>(p.workspace + p.offsets.gates) + item.first_tile + warp;
           store_gates(smem.decay[parity][warp], smem.beta[parity][warp], smem.norm_k, smem.norm_q, p.scale, item.live,
-                      gates);
+                      &p.prepared()[item.first_tile + warp].gates);
         }
         if (p.overlap) {
           named_barrier_sync(barrier_id(kSystemsBarrier), 128);  // the gates of all warps are stored

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "instructions.cuh"
+#include "params.h"
 
 namespace atrex::chunk_gdn {
 
@@ -46,19 +47,33 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
       "r"(parity)
       : "memory");
 }
+// One lane of a full warp. Behind a comparison of the lane instead, ptxas wraps each copy instruction in a loop over
+// the lanes that might be there.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(elected));
+  return elected;
+}
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_barrier_sync_if(int id, int threads, bool on) {
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p bar.sync %0, %1;}" ::"r"(id), "r"(threads), "r"(int(on))
+               : "memory");
+}
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // ---- copies -------------------------------------------------------------------------------------------------------
 
-// Coordinates: feature, head, token, batch entry.
-__device__ __forceinline__ void load_tile(void* to, const CUtensorMap* map, int feature, int head, int token, int batch,
-                                          uint64_t* barrier) {
+// Panels of 64 features of a chunk's tokens.
+__device__ __forceinline__ void load_panels(void* to, const CUtensorMap* map, int panel, int head, int token, int batch,
+                                            uint64_t* barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(smem_address(to)),
-      "l"(map), "r"(feature), "r"(head), "r"(token), "r"(batch), "r"(smem_address(barrier))
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(smem_address(to)),
+      "l"(map), "r"(0), "r"(token), "r"(panel), "r"(head), "r"(batch), "r"(smem_address(barrier))
       : "memory");
 }
 __device__ __forceinline__ void load_bulk(void* to, const void* from, int bytes, uint64_t* barrier) {
@@ -67,11 +82,12 @@ __device__ __forceinline__ void load_bulk(void* to, const void* from, int bytes,
       "l"(from), "r"(bytes), "r"(smem_address(barrier))
       : "memory");
 }
-__device__ __forceinline__ void store_tile(const CUtensorMap* map, const void* from, int feature, int head, int token,
-                                           int batch) {
-  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(map),
-               "r"(feature), "r"(head), "r"(token), "r"(batch), "r"(smem_address(from))
-               : "memory");
+__device__ __forceinline__ void store_panel(const CUtensorMap* map, const void* from, int panel, int head, int token,
+                                            int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4, %5}], [%6];" ::"l"(map), "r"(0),
+      "r"(token), "r"(panel), "r"(head), "r"(batch), "r"(smem_address(from))
+      : "memory");
 }
 __device__ __forceinline__ void store_bulk(void* to, const void* from, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(smem_address(from)),
@@ -118,9 +134,11 @@ __device__ __forceinline__ void store_matrix(uint32_t address, const uint32_t* f
                "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
                : "memory");
 }
-__device__ __forceinline__ float2 load_shared2(const float* pointer) {
-  float2 value;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(smem_address(pointer)));
+__device__ __forceinline__ float4 load_shared4(const float* pointer) {
+  float4 value;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(smem_address(pointer)));
   return value;
 }
 
@@ -132,6 +150,8 @@ template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
+// ptxas moves no load from shared memory across it, and so nothing that needs what is loaded. Takes no time.
+__device__ __forceinline__ void hold_loads() { asm volatile("bar.warp.sync 0xffffffff;" ::: "memory"); }
 // Ties registers to this place, so that the compiler moves no access across a fence or a wait.
 template <int kCount>
 __device__ __forceinline__ void tie(float (&values)[kCount]) {
@@ -190,6 +210,18 @@ __device__ __forceinline__ void wgmma_64x64(float (&d)[32], const uint32_t* a, u
     ATREX_WGMMA_RS64("bf16");
   } else {
     ATREX_WGMMA_RS64("f16");
+  }
+}
+// d[64 x 64] += a[64 x 64] b[64 x 64]^T with b a triangular tile in shared memory (params.h).
+template <class T>
+__device__ __forceinline__ void wgmma_triangular(float (&d)[32], const uint32_t (&a)[16], const TriangularTile& b) {
+  const uint64_t whole = block_descriptor(smem_address(b.packed.whole), 128, kGroupBytes);
+  const uint64_t lower = block_descriptor(smem_address(b.zeros), 128, 2 * kGroupBytes);
+#pragma unroll
+  for (int step = 0; step < 4; ++step) {
+    const uint64_t column =
+        step < 2 ? whole + step * (sizeof(b.packed.whole[0]) / 16) : lower + (step - 2) * (kGroupBytes / 16);
+    wgmma_64x64<T>(d, a + 4 * step, column, true);
   }
 }
 // d[64 x 128] += a[64 x 16] b[16 x 128]; a in registers, b's rows are the reduction (MN-major).

@@ -13,17 +13,6 @@
 
 namespace atrex::chunk_gdn {
 
-// A packed triangular tile into one of full height.
-template <class T>
-__device__ __forceinline__ void load_triangle(T* tile, const unsigned char* packed, uint64_t* full) {
-#pragma unroll
-  for (int column = 0; column < 4; ++column) {
-    const uint32_t above = 2 * column * kGroupBytes;
-    load_bulk(reinterpret_cast<unsigned char*>(tile) + column * kColumnBytes + above, packed + packed_column(column),
-              kColumnBytes - above, full);
-  }
-}
-
 // A padding sequence leaves the pool as it is: zeros for its outputs and checkpoints.
 template <class T, int kWarpgroups, bool kCheckpoints>
 __device__ __forceinline__ void clear_padding(const Problem& p, const Work& work, const Span& span) {
@@ -84,24 +73,22 @@ __device__ __forceinline__ void load_chunks(const Problem& p, const ScanMaps& ma
   const int part = work.value_head % (p.value_heads / p.heads) / kItemHeads;
   const auto* counters = reinterpret_cast<const uint32_t*>(p.workspace + p.offsets.ready);
   int prepared = p.overlap ? span.first : span.end;  // chunks before this one are known to be prepared
-  int bytes = kPanels * kTileElements * 2 + int(kTileBytes) + int(sizeof(ChunkGates));
+  int bytes = kPanels * kTileElements * 2 + kInverseBytes;
+  if (kOutputs) bytes += kPanels * kTileElements * 2 + sizeof(PackedTile);
   if (!work.identity) bytes += kWarpgroups * kTileElements * 2;
-  if (kOutputs) bytes += kPanels * kTileElements * 2 + int(kTileBytes);
 
   // Announces all bytes of a chunk on its stage's full barrier and asks for what the preparation does not write.
   auto load_inputs = [&](int chunk, int index) {
-    if (lane != 0) return;
+    if (!elect_one()) return;
     auto& to = smem.stages[index];
     uint64_t* full = &smem.tiles_full[index];
     const int token = seq.start + chunk * kChunk;
     mbarrier_expect(full, bytes);
-    for (int panel = 0; panel < kPanels; ++panel) {
-      load_tile(to.k[panel], &maps.k, panel * 64, head, token, seq.batch, full);
-      if (kOutputs) load_tile(to.q[panel], &maps.q, panel * 64, head, token, seq.batch, full);
-    }
+    load_panels(to.k, &maps.k, 0, head, token, seq.batch, full);
+    if (kOutputs) load_panels(to.q, &maps.q, 0, head, token, seq.batch, full);
     if (!work.identity) {
       for (int slice = 0; slice < kWarpgroups; ++slice) {
-        load_tile(to.v[slice], &maps.v, (work.slice + slice) * kSliceRows, work.value_head, token, seq.batch, full);
+        load_panels(to.v[slice], &maps.v, work.slice + slice, work.value_head, token, seq.batch, full);
       }
     }
   };
@@ -115,16 +102,11 @@ __device__ __forceinline__ void load_chunks(const Problem& p, const ScanMaps& ma
       __syncwarp();
       fence_async_proxy_all();
     }
-    if (lane == 0) {
-      auto& to = smem.stages[index];
-      uint64_t* full = &smem.tiles_full[index];
-      const int64_t chunk_head = int64_t(seq.slot + chunk) * p.value_heads + work.value_head;
-      load_bulk(&smem.gates[index], p.workspace + p.offsets.gates + chunk_head * sizeof(ChunkGates), sizeof(ChunkGates),
-                full);
-      load_triangle(to.inverse, p.workspace + p.offsets.inverse + chunk_head * kTileBytes, full);
-      if constexpr (kOutputs) {
-        load_triangle(to.scores, p.workspace + p.offsets.scores + chunk_head * kTileBytes, full);
-      }
+    if (elect_one()) {
+      const Prepared* from = p.prepared() + int64_t(seq.slot + chunk) * p.value_heads + work.value_head;
+      auto& to = smem.tiles[index];
+      load_bulk(&to.inverse.packed, &from->inverse, kInverseBytes, &smem.tiles_full[index]);
+      if (kOutputs) load_bulk(&to.scores.packed, &from->scores, sizeof(PackedTile), &smem.tiles_full[index]);
     }
     __syncwarp();
   };
@@ -142,17 +124,42 @@ __device__ __forceinline__ void load_chunks(const Problem& p, const ScanMaps& ma
   }
 }
 
-// A store warp's one lane: hands each whole tile of outputs to the copy engine. The state warpgroups store the last.
+// The watching warp: tells the state warps when a chunk's tiles are there. Tokens past the sequence's end belong to the
+// next one: nothing of theirs may be multiplied, not even by zero.
+template <class T, int kWarpgroups>
+__device__ __forceinline__ void watch_loads(ScanMemory<T, kWarpgroups>& smem, const Span& span, Ring& stage) {
+  for (int chunk = span.first; chunk < span.end; ++chunk, stage.advance()) {
+    mbarrier_wait(&smem.tiles_full[stage.index], stage.round);
+    const int live = span.sequence.length - chunk * kChunk;
+    if (live < kChunk) {
+      auto& tiles = smem.stages[stage.index];
+      for (int i = live * 8 + threadIdx.x % 32; i < kChunk * 8; i += 32) {
+        for (auto& panel : tiles.k) reinterpret_cast<uint4*>(panel)[i] = uint4{};
+        for (auto& panel : tiles.v) reinterpret_cast<uint4*>(panel)[i] = uint4{};
+      }
+      fence_async_proxy();
+    }
+    for (int warpgroup = 0; warpgroup < kWarpgroups; ++warpgroup) {
+      named_barrier_arrive(kTilesBarrier + stage.index * kWarpgroups + warpgroup, 128 + 32);
+    }
+  }
+}
+
+// A store warp: hands each whole tile of outputs to the copy engine. The state warpgroups store the last.
 template <class T, int kWarpgroups>
 __device__ __forceinline__ void store_outputs(const ScanMaps& maps, ScanMemory<T, kWarpgroups>& smem, const Work& work,
                                               const Span& span, int slice, uint32_t& parity) {
   for (int chunk = span.first; chunk + 1 < span.end; ++chunk, parity ^= 1) {
     mbarrier_wait(&smem.out_full[slice], parity);
-    store_tile(&maps.out, smem.out[slice], (work.slice + slice) * kSliceRows, work.value_head,
-               span.sequence.start + chunk * kChunk, span.sequence.batch);
-    store_commit();
-    store_wait_read();
-    mbarrier_arrive(&smem.out_empty[slice]);
+    fence_async_proxy();
+    if (elect_one()) {
+      store_panel(&maps.out, smem.out[slice], work.slice + slice, work.value_head, span.sequence.start + chunk * kChunk,
+                  span.sequence.batch);
+      store_commit();
+      store_wait_read();
+    }
+    __syncwarp();
+    named_barrier_arrive(kOutEmptyBarrier + slice, 128 + 32);
   }
 }
 
@@ -182,14 +189,13 @@ __device__ __forceinline__ void scan(const Problem& p, const ScanMaps& maps, int
     for (auto& barrier : smem.tiles_full) mbarrier_init(&barrier, 1);
     for (auto& barrier : smem.tiles_empty) mbarrier_init(&barrier, 4 * kWarpgroups * kReleasingLanes);
     for (auto& barrier : smem.out_full) mbarrier_init(&barrier, 4);
-    for (auto& barrier : smem.out_empty) mbarrier_init(&barrier, 1);
     for (auto& barrier : smem.transfer_full) mbarrier_init(&barrier, 1);
     mbarrier_init_fence();
   }
-  for (auto& stage : smem.stages) {  // above the diagonal nothing else is ever written
-    for (int i = threadIdx.x; i < int(2 * sizeof(stage.inverse) / 16); i += Threads::kBlock) {
-      const int row_group = i % (kColumnBytes / 16) / (kGroupBytes / 16), column = i / (kColumnBytes / 16) % 4;
-      if (row_group < 2 * column) reinterpret_cast<uint4*>(stage.inverse)[i] = uint4{};
+  for (auto& tiles : smem.tiles) {
+    for (int i = threadIdx.x; i < int(sizeof(tiles.scores.zeros) / 16); i += Threads::kBlock) {
+      reinterpret_cast<uint4*>(tiles.scores.zeros)[i] = uint4{};
+      reinterpret_cast<uint4*>(tiles.inverse.zeros)[i] = uint4{};
     }
   }
   fence_async_proxy();
@@ -206,24 +212,26 @@ __device__ __forceinline__ void scan(const Problem& p, const ScanMaps& maps, int
         load_chunks<T, kWarpgroups, kPass>(p, maps, smem, work, span, stage, begins);
         begins = false;
       });
-    } else if (kOutputs && role <= kWarpgroups) {
+    } else if (role == 1) {
+      Ring stage;
+      for_each_work<kWarpgroups, kPass>(p, works, [&](const Work&, const Span& span) {
+        if (!span.padding) watch_loads(smem, span, stage);
+      });
+    } else if (kOutputs) {
       uint32_t parity = 0;
       for_each_work<kWarpgroups, kPass>(p, works, [&](const Work& work, const Span& span) {
-        if (span.padding) return;
-        if (threadIdx.x % 32 == 0) store_outputs(maps, smem, work, span, role - 1, parity);
-        __syncwarp();
+        if (!span.padding) store_outputs(maps, smem, work, span, role - 2, parity);
       });
       store_wait_all();
     }
   } else {
     if constexpr (kWarpgroups == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     Ring stage;
-    uint32_t out_parity = 0;
     for_each_work<kWarpgroups, kPass>(p, works, [&](const Work& work, const Span& span) {
       if (span.padding) {
         if constexpr (kOutputs) clear_padding<T, kWarpgroups, kPass == Pass::kOutputsAndCheckpoints>(p, work, span);
       } else {
-        walk<T, kWarpgroups, kPass>(p, smem, work, span, warp, stage, out_parity);
+        walk<T, kWarpgroups, kPass>(p, smem, work, span, warp, stage);
       }
     });
     grid_wait();  // the grid ends after the preparation: what that has cleared is clear for whoever comes next

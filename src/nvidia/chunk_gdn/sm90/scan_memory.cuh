@@ -48,18 +48,21 @@ struct Stage {
   T k[kPanels][kTileElements];
   T q[kPanels][kTileElements];
   T v[kWarpgroups][kTileElements];
-  // Both by block columns of full height (params.h), zero above the diagonal.
-  T inverse[kTileElements];
-  T scores[kTileElements];
+};
+
+// What is prepared: as in Prepared, with the zeros.
+struct alignas(128) TileStage {
+  TriangularTile scores, inverse;
+  ChunkGates gates;
 };
 
 template <class T, int kWarpgroups>
 struct alignas(1024) ScanMemory {
   Stage<T, kWarpgroups> stages[kStages];
   T out[kWarpgroups][kTileElements];
-  ChunkGates gates[kStages];
+  TileStage tiles[kStages];
   uint64_t tiles_full[kStages], tiles_empty[kStages];
-  uint64_t out_full[kWarpgroups], out_empty[kWarpgroups];
+  uint64_t out_full[kWarpgroups];
   uint64_t transfer_full[2];
 };
 
@@ -74,13 +77,23 @@ inline constexpr int kReleasingLanes = 1;
 template <int kWarpgroups>
 struct ScanThreads {
   static constexpr int kState = 128 * kWarpgroups;
-  // A load warp, and for each state warpgroup a store warp. setmaxnreg works on whole warpgroups, and only two state
-  // warpgroups need the registers of these.
-  static constexpr int kCopy = kWarpgroups == 1 ? 64 : 128;
+  // A load warp, for each state warpgroup a store warp, and one that watches the loads. setmaxnreg works on whole
+  // warpgroups, and only two state warpgroups need the registers of these.
+  static constexpr int kCopy = kWarpgroups == 1 ? 96 : 128;
   static constexpr int kBlock = kState + kCopy;
 };
 
-enum NamedBarrier { kWarpgroupBarrier = 1 /* and 2 */, kStateBarrier = 3, kTransfersDoneBarrier };
+// Those of a warpgroup, each with as many numbers: kWarpgroupBarrier; kOutEmptyBarrier, where a store warp tells that
+// the last outputs have left shared memory; kTilesBarrier of a stage, where the watching warp tells that its tiles are
+// there. State warps wait for other warps at these and not at mbarriers: that takes no loop (walk.cuh).
+enum NamedBarrier {
+  kStateBarrier = 1,
+  kTransfersDoneBarrier,
+  kWarpgroupBarrier,
+  kOutEmptyBarrier = kWarpgroupBarrier + 2,
+  kTilesBarrier = kOutEmptyBarrier + 2,
+};
+static_assert(kTilesBarrier + 2 * kStages <= 16);
 
 // A place in the ring of stages.
 struct Ring {

@@ -8,7 +8,8 @@
 //   S^T <- decay_chunk S^T + (decay_u u) K
 //
 // No branch may stand between a wgmma and the wait whose result is read (ptxas would serialise every wgmma): an
-// iteration has one place with nothing in flight, its top, and all waiting on barriers and branching happens there.
+// iteration has one place with nothing in flight, its top, and all branching happens there. So no wait on an mbarrier,
+// which is a loop, stands in an iteration: other warps wait for copies and tell it at named barriers.
 #pragma once
 
 #include "scan_memory.cuh"
@@ -18,12 +19,13 @@ namespace atrex::chunk_gdn {
 
 template <class T, int kWarpgroups, Pass kPass>
 __device__ __forceinline__ void walk(const Problem& p, ScanMemory<T, kWarpgroups>& smem, const Work& work,
-                                     const Span& span, int warp, Ring& stage, uint32_t& out_parity) {
+                                     const Span& span, int warp, Ring& stage) {
   constexpr bool kOutputs = kPass != Pass::kTransfer;
   constexpr bool kCheckpoints = kPass == Pass::kOutputsAndCheckpoints;
   constexpr int kState = 128 * kWarpgroups;
-  // Whether what r takes is read well before its use. Beside the outputs that is slower, or does not fit the registers.
-  constexpr bool kAhead = !kOutputs;
+  // Whether the wait for y stands at the top of the next iteration: ptxas moves a wait up to the one before it, in
+  // front of u's arithmetic, which is to run under y, but not across the loop's edge. That takes registers.
+  constexpr bool kYOverEdge = kPass == Pass::kOutputs && kWarpgroups == 1;
   const int lane = threadIdx.x % 32;
   const int first = span.first, end = span.end;
   const Sequence& seq = span.sequence;
@@ -38,7 +40,6 @@ __device__ __forceinline__ void walk(const Problem& p, ScanMemory<T, kWarpgroups
   float beta_v[32];        // beta v^T
   float2 decay_k[8];
   uint32_t u_state[16], u_scores[16];
-  float2 decay_q[8];
 
   // ---- The state that this segment starts from
   if (kPass == Pass::kTransfer && work.identity) {
@@ -101,36 +102,33 @@ __device__ __forceinline__ void walk(const Problem& p, ScanMemory<T, kWarpgroups
   // ---- One chunk, in pieces
   const uint32_t matrix_row = lane / 16 * 8 + lane % 8;
   const uint32_t matrix_offset = matrix_row * 128 + ((warp % 4 * 2 + lane / 8 % 2) ^ (lane & 7)) * 16;
-  const int t2 = lane % 4 * 2;
 
+  auto load_gate_piece = [&](float2(&to)[8], const float* from, int piece) {
+    const float4 values = load_shared4(from + 16 * piece + lane % 4 * 4);
+    to[2 * piece] = {values.x, values.y};
+    to[2 * piece + 1] = {values.z, values.w};
+  };
   auto load_gates = [&](float2(&to)[8], const float* from) {
 #pragma unroll
-    for (int n = 0; n < 8; ++n) to[n] = load_shared2(from + 8 * n + t2);
+    for (int piece = 0; piece < 4; ++piece) load_gate_piece(to, from, piece);
   };
   // What r takes besides x.
-  auto multiply_v = [&](int stage) {
-    const ChunkGates& gates = smem.gates[stage];
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      const float2 beta = load_shared2(gates.beta + 8 * n + t2);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float2 value = unpack2<T>(v[2 * n + i]);
-        beta_v[4 * n + 2 * i] = beta.x * value.x;
-        beta_v[4 * n + 2 * i + 1] = beta.y * value.y;
-      }
-    }
-    load_gates(decay_k, gates.decay_k);
-  };
   auto load_v = [&](int stage) {
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
       load_matrix_transposed(v + 4 * step, smem_address(smem.stages[stage].v[warpgroup]) + matrix_offset + step * 2048);
     }
-    if constexpr (kAhead) {
-      multiply_v(stage);
-      tie(beta_v);
+  };
+  auto multiply_v = [&](int stage) {
+    float2 beta[8];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      if (i % 4 == 0) load_gate_piece(beta, smem.tiles[stage].gates.beta, i / 4);
+      const float2 value = unpack2<T>(v[i]);
+      beta_v[2 * i] = beta[i / 2].x * value.x;
+      beta_v[2 * i + 1] = beta[i / 2].y * value.y;
     }
+    load_gates(decay_k, smem.tiles[stage].gates.decay_k);
   };
   auto round_state = [&] {
 #pragma unroll
@@ -162,26 +160,20 @@ __device__ __forceinline__ void walk(const Problem& p, ScanMemory<T, kWarpgroups
     }
     wgmma_commit();
   };
-  // x (and y) in flight on entry; on exit u is packed and nothing is in flight. `meanwhile` runs under the product.
-  auto solve = [&](int stage, auto meanwhile) {
-    const ChunkGates& gates = smem.gates[stage];
-    [[maybe_unused]] const float decay_chunk = gates.decay_chunk[0];
+  auto finish_y = [&] {
+    wgmma_wait<0>();
+    tie(y);
+    tie(s_operand);
+  };
+  // x in flight on entry; on exit u is packed and y, at most, in flight.
+  auto solve = [&](int stage) {
+    const ChunkGates& gates = smem.tiles[stage].gates;
     float2 decay_u[8];
-    [[maybe_unused]] float2 beta[8];
-    if constexpr (!kAhead) {
-      load_gates(beta, gates.beta);
-      load_gates(decay_k, gates.decay_k);
-    }
     wgmma_wait<0>();
     tie(x);
     uint32_t r[16];
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      if constexpr (!kAhead) {
-        const float2 value = unpack2<T>(v[i]);
-        beta_v[2 * i] = beta[i / 2].x * value.x;
-        beta_v[2 * i + 1] = beta[i / 2].y * value.y;
-      }
       x[2 * i] = fmaf(-decay_k[i / 2].x, x[2 * i], beta_v[2 * i]);
       x[2 * i + 1] = fmaf(-decay_k[i / 2].y, x[2 * i + 1], beta_v[2 * i + 1]);
       r[i] = pack2<T>(x[2 * i], x[2 * i + 1]);
@@ -189,37 +181,22 @@ __device__ __forceinline__ void walk(const Problem& p, ScanMemory<T, kWarpgroups
     tie(r);
     tie(x);
     wgmma_fence();
-    const uint64_t inverse = block_descriptor(smem_address(smem.stages[stage].inverse), 128, kGroupBytes);
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      wgmma_64x64<T>(x, r + 4 * step, inverse + step * (kColumnBytes / 16), true);
-    }
+    wgmma_triangular<T>(x, r, smem.tiles[stage].inverse);
     wgmma_commit();
     if constexpr (kOutputs) multiply_q(stage);
-    meanwhile();
-    if constexpr (!kCheckpoints) decay_state(decay_chunk);  // S^T itself is no operand in flight
+    hold_loads();
     if constexpr (!kOutputs) load_gates(decay_u, gates.decay_u);
+    if constexpr (!kCheckpoints) decay_state(gates.decay_chunk[0]);  // S^T itself is no operand in flight
     wgmma_wait<kOutputs ? 1 : 0>();
     tie(x);
     tie(r);
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      if constexpr (kOutputs) {
-        if (i % 4 == 0) {
-          decay_u[i / 2] = load_shared2(gates.decay_u + 4 * i + t2);
-          decay_u[i / 2 + 1] = load_shared2(gates.decay_u + 4 * i + 8 + t2);
-        }
-      }
+      if (kOutputs && i % 4 == 0) load_gate_piece(decay_u, gates.decay_u, i / 4);
       u_state[i] = pack2<T>(x[2 * i] * decay_u[i / 2].x, x[2 * i + 1] * decay_u[i / 2].y);
-      if constexpr (kOutputs) u_scores[i] = pack2<T>(x[2 * i], x[2 * i + 1]);
     }
     tie(u_state);
-    if constexpr (kOutputs) {
-      tie(u_scores);
-      wgmma_wait<0>();
-      tie(y);
-      tie(s_operand);
-    }
+    if constexpr (kOutputs && !kYOverEdge) finish_y();
   };
   auto update_state = [&](int stage) {
     const uint64_t k = smem_descriptor(smem_address(smem.stages[stage].k), kTileElements * 2, 1024);
@@ -231,7 +208,11 @@ __device__ __forceinline__ void walk(const Problem& p, ScanMemory<T, kWarpgroups
     wgmma_commit();
   };
   auto finish_outputs = [&](int stage) {
-    if constexpr (!kAhead) load_gates(decay_q, smem.gates[stage].decay_q);
+    float2 decay_q[8];
+    hold_loads();
+    load_gates(decay_q, smem.tiles[stage].gates.decay_q);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) u_scores[i] = pack2<T>(x[2 * i], x[2 * i + 1]);
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
 #pragma unroll
@@ -243,11 +224,7 @@ __device__ __forceinline__ void walk(const Problem& p, ScanMemory<T, kWarpgroups
     tie(u_scores);
     tie(y);
     wgmma_fence();
-    const uint64_t scores = block_descriptor(smem_address(smem.stages[stage].scores), 128, kGroupBytes);
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      wgmma_64x64<T>(y, u_scores + 4 * step, scores + step * (kColumnBytes / 16), true);
-    }
+    wgmma_triangular<T>(y, u_scores, smem.tiles[stage].scores);
     wgmma_commit();
   };
   const uint32_t out_buffer = smem_address(smem.out[warpgroup]);
@@ -257,21 +234,6 @@ __device__ __forceinline__ void walk(const Problem& p, ScanMemory<T, kWarpgroups
       store_matrix_transposed(out_buffer + matrix_offset + step * 2048, packed + 4 * step);
     }
   };
-  // Tokens past the sequence's end belong to the next one: nothing of theirs may be multiplied, not even by zero.
-  auto clear_tail = [&](int stage, int chunk) {
-    const int live = seq.length - chunk * kChunk;
-    if (live >= kChunk) return;
-    named_barrier_sync(kStateBarrier, kState);  // earlier reads of the stage, by other warps, are over
-    constexpr int kClearPanels = kPanels / kWarpgroups;
-    auto* k = reinterpret_cast<uint4*>(smem.stages[stage].k[warpgroup * kClearPanels]);
-    auto* tile = reinterpret_cast<uint4*>(smem.stages[stage].v[warpgroup]);
-    for (int i = live * 8 + threadIdx.x % 128; i < kChunk * 8; i += 128) {
-      for (int panel = 0; panel < kClearPanels; ++panel) k[panel * kTileElements / 8 + i] = uint4{};
-      tile[i] = uint4{};
-    }
-    fence_async_proxy();
-    named_barrier_sync(kStateBarrier, kState);
-  };
   auto store_checkpoint = [&](int chunks_done, int64_t row) {
     store_state(s, p.checkpoints, row + chunks_done / p.checkpoint_chunks - 1, work.value_head, slice);
   };
@@ -279,71 +241,70 @@ __device__ __forceinline__ void walk(const Problem& p, ScanMemory<T, kWarpgroups
   if constexpr (kCheckpoints) checkpoint_row = checkpoints_before(p, work.sequence);
 
   // Until the chunk's tiles are there, and what was prepared of it.
-  auto wait_tiles = [&] { mbarrier_wait(&smem.tiles_full[stage.index], stage.round); };
+  auto wait_tiles = [&] { named_barrier_sync(kTilesBarrier + stage.index * kWarpgroups + warpgroup, 128 + 32); };
+  // Until the last outputs have left shared memory.
+  auto wait_out_empty = [&](int chunk) {
+    named_barrier_sync_if(kOutEmptyBarrier + warpgroup, 128 + 32, chunk > first);
+  };
   auto release = [&](int stage) { mbarrier_arrive_if(&smem.tiles_empty[stage], lane < kReleasingLanes); };
 
   // ---- The walk
   if (first < end) {
     wait_tiles();
-    clear_tail(stage.index, first);
     load_v(stage.index);
+    multiply_v(stage.index);
     round_state();
     multiply_k(stage.index);
-    solve(stage.index, [] {});
+    solve(stage.index);
 #pragma unroll 1
     for (int chunk = first; chunk + 1 < end; ++chunk) {
-      // Nothing is in flight. Wait for the next chunk's tiles, and until the last outputs have left shared memory.
+      if constexpr (kYOverEdge) finish_y();
       const int current = stage.index;
       stage.advance();
-      wait_tiles();
-      if constexpr (kOutputs) {
-        mbarrier_wait(&smem.out_empty[warpgroup], out_parity ^ 1);  // at once in the first round
-        out_parity ^= 1;
-      }
-      clear_tail(stage.index, chunk + 1);
       if constexpr (kCheckpoints) {
         if (chunk > first && chunk % p.checkpoint_chunks == 0) store_checkpoint(chunk, checkpoint_row);
-        decay_state(smem.gates[current].decay_chunk[0]);
+        decay_state(smem.tiles[current].gates.decay_chunk[0]);
       }
       // State and outputs of this chunk; in the transfer pass, meanwhile, v of the next.
       update_state(current);
       if constexpr (kOutputs) {
         finish_outputs(current);
       } else {
+        wait_tiles();
         load_v(stage.index);
       }
-      // The state is done first: round it and start the next chunk's x.
+      // The state is done first: round it and start the next chunk's x. Under that, what y and v ask for.
       wgmma_wait<kOutputs ? 1 : 0>();
       tie(s);
       tie(u_state);
+      round_state();
+      if constexpr (kOutputs) wait_tiles();
+      multiply_k(stage.index);
       if constexpr (kOutputs) {
-        wgmma_wait<0>();
+        wgmma_wait<1>();
         tie(y);
         tie(u_scores);
         uint32_t packed[16];
 #pragma unroll
         for (int i = 0; i < 16; ++i) packed[i] = pack2<T>(y[2 * i], y[2 * i + 1]);
         tie(packed);
+        wait_out_empty(chunk);
         stage_outputs(packed);
+        __syncwarp();
+        mbarrier_arrive_if(&smem.out_full[warpgroup], lane == 0);
+        load_v(stage.index);
       }
-      round_state();
-      multiply_k(stage.index);
-      if constexpr (kOutputs) load_v(stage.index);
       // All reads of this chunk's tiles are over: release its stage.
       release(current);
-      solve(stage.index, [&] {
-        if constexpr (kOutputs) {
-          fence_async_proxy();
-          __syncwarp();
-          mbarrier_arrive_if(&smem.out_full[warpgroup], lane == 0);
-        }
-      });
+      multiply_v(stage.index);
+      solve(stage.index);
     }
 
+    if constexpr (kYOverEdge) finish_y();
     // ---- The last chunk: its outputs are stored row by row, since a whole tile would run into the next sequence.
     if constexpr (kCheckpoints) {
       if (end - 1 > first && (end - 1) % p.checkpoint_chunks == 0) store_checkpoint(end - 1, checkpoint_row);
-      decay_state(smem.gates[stage.index].decay_chunk[0]);
+      decay_state(smem.tiles[stage.index].gates.decay_chunk[0]);
     }
     update_state(stage.index);
     if constexpr (kOutputs) finish_outputs(stage.index);
@@ -356,7 +317,7 @@ __device__ __forceinline__ void walk(const Problem& p, ScanMemory<T, kWarpgroups
       uint32_t packed[16];
 #pragma unroll
       for (int i = 0; i < 16; ++i) packed[i] = pack2<T>(y[2 * i], y[2 * i + 1]);
-      mbarrier_wait(&smem.out_empty[warpgroup], out_parity ^ 1);
+      wait_out_empty(end - 1);
       stage_outputs(packed);
       named_barrier_sync(kWarpgroupBarrier + warpgroup, 128);
       const int live = min(kChunk, seq.length - (end - 1) * kChunk);
