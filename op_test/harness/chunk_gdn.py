@@ -129,7 +129,7 @@ class Call:
         self.tensors = [q, k, v, g, beta]
         for x in self.tensors:
             x[:, T - case.tail :] = NAN
-        self.rounding = [0.0, 0.0]  # what 16-bit operands cost in outputs and states, as far as a limit depends on it
+        self.rounding = [0.0] * 3  # what 16-bit operands cost each result, as far as its limit depends on it
         self.live = [True] * N
         self.slots = list(range(N))
         self.states = None
@@ -212,11 +212,14 @@ class Call:
         if case.correlated:
             spans = [(0, sum(lengths[:n]), sum(lengths[: n + 1])) if case.packed else (n, 0, length)
                      for n, length in enumerate(lengths)]  # fmt: skip
-            model_o, model_finals = rounded.gated_delta_rule(*tensors, scale, states, spans, case.l2norm, case.dtype)
+            model_o, model_finals, model_checkpoints = rounded.gated_delta_rule(
+                *tensors, scale, states, spans, case.l2norm, case.dtype, case.every
+            )
             tail = model_o.shape[1] - case.tail
             self.rounding = [
                 head_errors(model_o[:, :tail], o[:, :tail], 2).max().item(),
                 head_errors(model_finals, finals, 1).max().item(),
+                head_errors(model_checkpoints, checkpoints, 1).max().item(),
             ]
         for n, alive in enumerate(self.live):
             if not alive:
@@ -234,12 +237,12 @@ class Call:
         """Fail unless ``result`` is right and nothing else was written. Returns the worst error of each output."""
         case, (o, final, checkpoints), (want_o, want_final, want_checkpoints) = self.case, result, want
         lengths, state_dtype = case.lengths, case.state or torch.float32
-        limit, state_limit = (max(OUTPUT_LIMITS[case.dtype], ROUNDING_ALLOWANCE * cost) for cost in self.rounding)
-        state_limit += STATE_ROUNDING[state_dtype]
+        limit, *state_limits = (max(OUTPUT_LIMITS[case.dtype], ROUNDING_ALLOWANCE * cost) for cost in self.rounding)
+        final_limit, checkpoint_limit = (x + STATE_ROUNDING[state_dtype] for x in state_limits)
 
-        def states_error(name, got, want):
+        def states_error(name, got, want, limit):
             assert got.dtype is state_dtype
-            return assert_heads_close(name, got.mT if case.v_first else got, want.to(got.device), 1, state_limit)
+            return assert_heads_close(name, got.mT if case.v_first else got, want.to(got.device), 1, limit)
 
         assert o.dtype is case.dtype and o.is_contiguous()
         errors = {"o": assert_heads_close("o", o, want_o.to(o.device), 2, limit)}
@@ -262,10 +265,10 @@ class Call:
                                        else self.initial[n]), f"state of the empty sequence {n}"  # fmt: skip
             used = [slot for slot, alive in zip(self.slots, self.live, strict=True) if alive]
             if used:
-                errors["final"] = states_error("final_state", final[used], want_final[self.live])
+                errors["final"] = states_error("final_state", final[used], want_final[self.live], final_limit)
         if case.every:
             assert checkpoints.is_contiguous()
-            errors["checkpoints"] = states_error("checkpoints", checkpoints, want_checkpoints)
+            errors["checkpoints"] = states_error("checkpoints", checkpoints, want_checkpoints, checkpoint_limit)
             for row, wanted in enumerate(want_checkpoints):
                 assert wanted.any() or not checkpoints[row].any(), f"checkpoint row {row} must be zero"
         self.verify_memory()

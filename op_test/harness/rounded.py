@@ -7,21 +7,25 @@ than a fixed limit allows, whatever computes it; this is the measure that a kern
 import torch
 
 
-def gated_delta_rule(q, k, v, g, beta, scale, states, spans, l2norm, dtype):
-    """Outputs ``[B, T, HV, V]`` and final states ``[N, HV, K, V]``, float64; ``spans`` are (batch, start, end)."""
+def gated_delta_rule(q, k, v, g, beta, scale, states, spans, l2norm, dtype, checkpoint_every=0):
+    """Outputs, final states and checkpoints as the reference gives them; ``spans`` are (batch, start, end).
+
+    ``checkpoint_every``: a multiple of 64, or 0 for none.
+    """
 
     def rounded(x):
         return x.to(dtype).double()
 
-    HV, V, ratio = v.shape[2], v.shape[3], v.shape[2] // q.shape[2]
+    B, T, HV, V = v.shape
+    K, ratio = k.shape[3], HV // q.shape[2]
     q, k, v, g, beta = (x.double() for x in (q, k, v, g, beta))
     if l2norm:
         q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     q, k = (x.repeat_interleave(ratio, 2) for x in (q, k))
     g = g.clamp(min=-1e4)  # a reset, finite so that differences are
-    o, finals = torch.zeros_like(v), []
+    o, finals, checkpoints = torch.zeros_like(v), [], []
     for n, (b, start, end) in enumerate(spans):
-        S = v.new_zeros(HV, k.shape[3], V) if states is None else states[n].double()
+        S = v.new_zeros(HV, K, V) if states is None else states[n].double()
         for first in range(start, end, 64):
             at = slice(first, min(first + 64, end))
             qc, kc, vc = (x[b, at].transpose(0, 1) for x in (q, k, v))  # [HV, n, .]
@@ -38,5 +42,9 @@ def gated_delta_rule(q, k, v, g, beta, scale, states, spans, l2norm, dtype):
             o[b, at] += (rounded(scale * decay * (qc @ kc.mT)) @ rounded(u)).transpose(0, 1)
             until_end = (total[:, -1:] - total).exp()[:, :, None]
             S = total[:, -1].exp()[:, None, None] * S + kc.mT @ rounded(until_end * u)
+            if checkpoint_every and (at.stop - start) % checkpoint_every == 0:
+                checkpoints.append(S)
         finals.append(S)
-    return rounded(o), torch.stack(finals)
+    rows = B * (T // checkpoint_every) if checkpoint_every else 0
+    checkpoints += [v.new_zeros(HV, K, V)] * (rows - len(checkpoints))
+    return rounded(o), torch.stack(finals), torch.stack(checkpoints) if rows else v.new_zeros(0, HV, K, V)

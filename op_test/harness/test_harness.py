@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from harness import compare, inputs, poison, reference, rounded
+from harness import chunk_gdn, compare, inputs, poison, reference, rounded
 
 
 def scalar(*values):
@@ -108,12 +108,47 @@ def test_poison():
 
 
 def test_rounded_model_without_rounding_is_the_reference():
-    tensors = inputs.make_inputs(1, 150, 1, 2, 8, 4, seed=7, device="cpu", dtype=torch.float64, gates="resets")
-    states = inputs.make_states(2, 2, 8, 4, seed=8, device="cpu", dtype=torch.float64)
-    want_o, want_states, _ = reference.gated_delta_rule(*tensors, 0.5, states, [70, 80], l2norm=True)
-    spans = [(0, 0, 70), (0, 70, 150)]
-    o, finals = rounded.gated_delta_rule(*tensors, 0.5, states, spans, True, torch.float64)
-    compare.assert_heads_close("o", o, want_o, 2, 1e-12)
-    compare.assert_heads_close("states", finals, want_states, 1, 1e-12)
-    o, finals = rounded.gated_delta_rule(*tensors, 0.5, states, spans, True, torch.bfloat16)
-    assert 1e-4 < compare.head_errors(o, want_o, 2).max() < 2e-2
+    tensors = inputs.make_inputs(1, 260, 1, 2, 8, 4, seed=7, device="cpu", dtype=torch.float64, gates="resets")
+    states = inputs.make_states(3, 2, 8, 4, seed=8, device="cpu", dtype=torch.float64)
+    want = reference.gated_delta_rule(*tensors, 0.5, states, [70, 0, 140], l2norm=True, checkpoint_every=64)
+    assert want[2].flatten(1).any(1).tolist() == [True, True, True, False]
+    spans = [(0, 0, 70), (0, 70, 70), (0, 70, 210)]
+    results = rounded.gated_delta_rule(*tensors, 0.5, states, spans, True, torch.float64, 64)
+    for name, got, expected, dim in zip(("o", "states", "checkpoints"), results, want, (2, 1, 1), strict=True):
+        compare.assert_heads_close(name, got, expected, dim, 1e-12)
+    o, _, _ = rounded.gated_delta_rule(*tensors, 0.5, states, spans, True, torch.bfloat16)
+    assert 1e-4 < compare.head_errors(o, want[0], 2).max() < 2e-2
+
+
+def test_checkpoints_of_the_rounded_model_are_its_states_after_a_prefix():
+    tensors = inputs.make_inputs(2, 200, 1, 2, 8, 4, seed=9, device="cpu", correlated=True)
+    states = inputs.make_states(2, 2, 8, 4, seed=10, device="cpu")
+
+    def model(T, every=0):
+        prefix = [x[:, :T] for x in tensors]
+        return rounded.gated_delta_rule(*prefix, 0.5, states, [(0, 0, T), (1, 0, T)], False, torch.bfloat16, every)
+
+    _, _, checkpoints = model(200, 64)
+    prefixes = torch.stack([model(T)[1] for T in (64, 128, 192)], 1).flatten(0, 1)  # sequence by sequence
+    assert torch.equal(checkpoints, prefixes)
+    assert torch.equal(model(200, 128)[2], checkpoints[[1, 4]])
+
+
+def test_limit_of_checkpoints_follows_from_their_own_rounding():
+    """With correlated keys and no state to start from, the first states cancel more than the final one."""
+    call = chunk_gdn.Call(chunk_gdn.Case((130,), 1, 2, correlated=True, every=64, seed=2), "cpu")
+    want_o, want_final, want_checkpoints = want = call.expected()
+    _, final_cost, cost = call.rounding
+    allowed = chunk_gdn.ROUNDING_ALLOWANCE
+    # At the limit of the final states, rounding alone would fail.
+    assert cost > max(chunk_gdn.OUTPUT_LIMITS[torch.bfloat16], allowed * final_cost)
+
+    def verify(final_error, checkpoint_error):
+        final, checkpoints = want_final * (1 + final_error), want_checkpoints * (1 + checkpoint_error)
+        return call.verify((want_o.bfloat16(), final.float(), checkpoints.float()), want)
+
+    assert verify(0, 0.99 * allowed * cost)["checkpoints"] > cost
+    with pytest.raises(AssertionError, match="checkpoints: head"):
+        verify(0, 1.01 * allowed * cost)
+    with pytest.raises(AssertionError, match="final_state: head"):
+        verify(cost, 0)
