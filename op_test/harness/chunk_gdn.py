@@ -200,34 +200,36 @@ class Call:
         return (*result, None)[:3]
 
     def expected(self, device=None):
-        """Float64 outputs, final states and checkpoints (K first), computed on ``device``."""
+        """Float64 outputs, final states and checkpoints (K first), computed on ``device``; zeros for padding."""
         case, lengths = self.case, self.case.lengths
         device = device or self.tensors[0].device
         states = None if self.states is None else (self.initial.mT if case.v_first else self.initial).to(device)
         scale = case.K**-0.5 if case.scale is None else case.scale
         tensors = [x.to(device) for x in self.tensors]
-        o, finals, checkpoints = reference.gated_delta_rule(
+        want = reference.gated_delta_rule(
             *tensors, scale, states, lengths if case.packed else None, case.l2norm, case.every
         )
+        self._clear_padding(*want)
         if case.correlated:
             spans = [(0, sum(lengths[:n]), sum(lengths[: n + 1])) if case.packed else (n, 0, length)
                      for n, length in enumerate(lengths)]  # fmt: skip
-            model_o, model_finals, model_checkpoints = rounded.gated_delta_rule(
-                *tensors, scale, states, spans, case.l2norm, case.dtype, case.every
-            )
-            tail = model_o.shape[1] - case.tail
+            model = rounded.gated_delta_rule(*tensors, scale, states, spans, case.l2norm, case.dtype, case.every)
+            self._clear_padding(*model)
             self.rounding = [
-                head_errors(model_o[:, :tail], o[:, :tail], 2).max().item(),
-                head_errors(model_finals, finals, 1).max().item(),
-                head_errors(model_checkpoints, checkpoints, 1).max().item(),
+                head_errors(x, y, dim).max().item() for x, y, dim in zip(model, want, (2, 1, 1), strict=True)
             ]
+        return want
+
+    def _clear_padding(self, o, finals, checkpoints):
+        """Zero what belongs to padding sequences."""
+        lengths, every = self.case.lengths, self.case.every
         for n, alive in enumerate(self.live):
             if not alive:
                 self._tokens(o, n).zero_()
-                if case.every:
-                    row = sum(length // case.every for length in lengths[:n])
-                    checkpoints[row : row + lengths[n] // case.every] = 0
-        return o, finals, checkpoints
+                finals[n] = 0
+                if every:
+                    row = sum(length // every for length in lengths[:n])
+                    checkpoints[row : row + lengths[n] // every] = 0
 
     def _tokens(self, o, n):
         lengths = self.case.lengths

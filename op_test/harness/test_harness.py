@@ -152,3 +152,14 @@ def test_limit_of_checkpoints_follows_from_their_own_rounding():
         verify(0, 1.01 * allowed * cost)
     with pytest.raises(AssertionError, match="final_state: head"):
         verify(cost, 0)
+
+
+def test_padding_sequences_have_no_part_in_the_limits():
+    case = chunk_gdn.Case((70, 80), 1, 2, correlated=True, state=torch.float32, pool=True, padding=True, every=64)
+    call = chunk_gdn.Call(case, "cpu")
+    call.expected()
+    before = call.rounding
+    assert call.live == [False, True] and all(before)
+    call.tensors[2][:, :70] *= 100
+    call.expected()
+    assert call.rounding == before
