@@ -21,23 +21,27 @@ SINGLE_DTYPES = (
 )
 
 
-def check_integers(name: str, x: object, device: torch.device) -> None:
-    """Fail unless ``x`` is an integer tensor on ``device``."""
+def check_tensor(
+    name: str, x: object, device: torch.device, accepted: Collection[torch.dtype] = INDEX_DTYPES, first: str = "q"
+) -> None:
+    """Fail unless ``x`` is a tensor on ``device``, where ``first`` is, of an ``accepted`` dtype."""
     if not isinstance(x, Tensor):
         raise not_a_tensor(name, x)
     if x.device != device:
-        raise wrong_device(name, x, device)
-    if x.dtype not in INDEX_DTYPES:
-        raise wrong_dtype(name, x, INDEX_DTYPES)
+        raise wrong_device(name, x, device, first)
+    if x.dtype not in accepted:
+        raise wrong_dtype(name, x, accepted)
 
 
-def check_list(name: str, x: Tensor, device: torch.device) -> None:
-    """Fail unless ``x`` is an integer tensor on ``device`` with one dimension, contiguous."""
-    check_integers(name, x, device)
-    if x.dim() != 1:
+def check_list(name: str, x: Tensor, device: torch.device) -> int:
+    """The length of ``x``; fail unless it is an integer tensor on ``device`` with one dimension, contiguous."""
+    check_tensor(name, x, device)
+    shape = x.shape
+    if len(shape) != 1:
         raise wrong_shape(name, x, "one dimension")
     if not x.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got stride {x.stride(0)}")
+    return shape[0]
 
 
 def checked_scale(scale: object, K: int) -> float:
@@ -51,10 +55,9 @@ def checked_scale(scale: object, K: int) -> float:
 
 def packed_sequences(cu_seqlens: Tensor, B: int, device: torch.device) -> int:
     """How many sequences ``cu_seqlens`` packs into the one batch; fail unless it is a list of offsets."""
-    check_list("cu_seqlens", cu_seqlens, device)
+    N = check_list("cu_seqlens", cu_seqlens, device) - 1
     if B != 1:
         raise ValueError(f"cu_seqlens packs the sequences into one batch: q must have B=1, got B={B}")
-    N = cu_seqlens.shape[0] - 1
     if N < 1:
         raise wrong_shape("cu_seqlens", cu_seqlens, "[N + 1] with N of at least 1")
     return N

@@ -143,10 +143,10 @@ def check(
             )
 
     if state_indices is not None:
-        check_list("state_indices", state_indices, device)
+        slots = check_list("state_indices", state_indices, device)
         if initial_state is None:
             raise ValueError("state_indices names slots of a pool: initial_state must be that pool, got None")
-        if state_indices.shape[0] != N:
+        if slots != N:
             raise wrong_shape("state_indices", state_indices, f"[N={N}]")
 
     if not isinstance(checkpoint_every, int) or isinstance(checkpoint_every, bool):

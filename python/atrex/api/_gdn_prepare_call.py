@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._check import DOUBLE_DTYPES, SINGLE_DTYPES, not_a_tensor, wrong_device, wrong_dtype, wrong_shape
+from ._check import DOUBLE_DTYPES, SINGLE_DTYPES, check_tensor, not_a_tensor, wrong_dtype, wrong_shape
 
 
 class GdnPrepareCall(NamedTuple):
@@ -62,15 +62,15 @@ def check(
     if rest or HV < 1 or HV % H:
         accepted = f"[T, C] or [B, T, C] with C=2*H*K+HV*V, H={H}, K={K}, V={V} and HV a multiple of H"
         raise wrong_shape("conv_output", conv_output, accepted)
-    each = (*tokens, HV)
+    each, heads = (*tokens, HV), (HV,)
     _check_gate("a", a, device, gates, each)
     _check_gate("b", b, device, gates, each)
-    _check_gate("A_log", A_log, device, gates, (HV,))
-    _check_gate("dt_bias", dt_bias, device, gates, (HV,))
+    _check_gate("A_log", A_log, device, gates, heads)
+    _check_gate("dt_bias", dt_bias, device, gates, heads)
     needs_grad = torch.is_grad_enabled() and (
         conv_output.requires_grad or a.requires_grad or b.requires_grad or A_log.requires_grad or dt_bias.requires_grad
     )
-    return GdnPrepareCall(conv_output, a, b, A_log, dt_bias, bool(apply_l2norm), H, HV, K, V, needs_grad)
+    return GdnPrepareCall._make((conv_output, a, b, A_log, dt_bias, bool(apply_l2norm), H, HV, K, V, needs_grad))
 
 
 def _wrong_size(**sizes: object) -> TypeError | ValueError:
@@ -84,12 +84,8 @@ def _wrong_size(**sizes: object) -> TypeError | ValueError:
 def _check_gate(
     name: str, x: object, device: torch.device, accepted: frozenset[torch.dtype], shape: tuple[int, ...]
 ) -> None:
-    if not isinstance(x, Tensor):
-        raise not_a_tensor(name, x)
-    if x.device != device:
-        raise wrong_device(name, x, device, "conv_output")
-    if x.dtype not in accepted:
-        raise wrong_dtype(name, x, accepted)
-    if x.shape != shape:
-        names = ("B", "T", "HV")[-len(shape) :] if len(shape) > 1 else ("HV",)
-        raise wrong_shape(name, x, f"[{', '.join(f'{n}={size}' for n, size in zip(names, shape, strict=True))}]")
+    if isinstance(x, Tensor) and x.device == device and x.dtype in accepted and x.shape == shape:
+        return
+    check_tensor(name, x, device, accepted, "conv_output")
+    names = ("B", "T", "HV")[-len(shape) :] if len(shape) > 1 else ("HV",)
+    raise wrong_shape(name, x, f"[{', '.join(f'{n}={size}' for n, size in zip(names, shape, strict=True))}]")

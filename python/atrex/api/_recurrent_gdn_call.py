@@ -10,7 +10,7 @@ from torch import Tensor
 from ._check import (
     DOUBLE_DTYPES,
     SINGLE_DTYPES,
-    check_integers,
+    check_tensor,
     checked_scale,
     not_a_tensor,
     packed_sequences,
@@ -93,11 +93,10 @@ def check(
     if not (k.device == device and v.device == device):
         raise wrong_device("v", v, device) if k.device == device else wrong_device("k", k, device)
 
-    q_shape = q.shape
+    q_shape, v_shape = q.shape, v.shape
     if len(q_shape) != 4:
         raise wrong_shape("q", q, "[B, T, H, K]")
     B, T, H, K = q_shape
-    v_shape = v.shape
     if len(v_shape) != 4 or v_shape[0] != B or v_shape[1] != T:
         raise wrong_shape("v", v, f"[B={B}, T={T}, HV, V] as q")
     HV, V = v_shape[2], v_shape[3]
@@ -107,14 +106,16 @@ def check(
         raise wrong_shape("v", v, f"[B, T, HV, V] with HV a multiple of H={H} and V of at least 1")
     if k.shape != q_shape:
         raise wrong_shape("k", k, f"[B={B}, T={T}, H={H}, K={K}] as q")
-    double = q.dtype is torch.float64
+    dtype = q.dtype
+    double = dtype is torch.float64
     inputs, gates, states = DOUBLE_DTYPES if double else SINGLE_DTYPES
-    if not (q.dtype in inputs and k.dtype in inputs and v.dtype in inputs):
+    if not (dtype in inputs and k.dtype in inputs and v.dtype in inputs):
         raise next(wrong_dtype(name, x, inputs) for name, x in (("q", q), ("k", k), ("v", v)) if x.dtype not in inputs)
 
     if A_log is None and a is None and b is None and dt_bias is None:
-        _check_gate("g", g, device, gates, (B, T, HV))
-        _check_gate("beta", beta, device, gates, (B, T, HV))
+        each = (B, T, HV)
+        _check_gate("g", g, device, gates, each)
+        _check_gate("beta", beta, device, gates, each)
     else:
         if g is not None or beta is not None:
             raise ValueError(
@@ -131,15 +132,10 @@ def check(
     state_dtype = torch.float64 if double else torch.float32
     state_shape = (HV, V, K) if state_v_first else (HV, K, V)
     if initial_state is not None:
-        if not isinstance(initial_state, Tensor):
-            raise not_a_tensor("initial_state", initial_state)
-        if initial_state.device != device:
-            raise wrong_device("initial_state", initial_state, device)
-        state_dtype = initial_state.dtype
-        if state_dtype not in states:
-            raise wrong_dtype("initial_state", initial_state, states)
-        shape = initial_state.shape
-        if len(shape) != 4 or shape[1:] != state_shape or (state_indices is None and shape[0] != N):
+        check_tensor("initial_state", initial_state, device, states)
+        state_dtype, shape = initial_state.dtype, initial_state.shape
+        P = N if state_indices is None or len(shape) != 4 else shape[0]
+        if shape != (P, *state_shape):
             rows = f"N={N}" if state_indices is None else "P"
             layout = f"V={V}, K={K}" if state_v_first else f"K={K}, V={V}"
             raise wrong_shape(
@@ -147,11 +143,11 @@ def check(
             )
 
     if state_indices is not None:
-        check_integers("state_indices", state_indices, device)
+        check_tensor("state_indices", state_indices, device)
         if initial_state is None:
             raise ValueError("state_indices names slots of a pool: initial_state must be that pool, got None")
-        dims = state_indices.dim()
-        if dims not in (1, 2) or state_indices.shape[0] != N or (dims == 2 and state_indices.shape[1] < 1):
+        shape = state_indices.shape
+        if len(shape) not in (1, 2) or shape[0] != N or (len(shape) == 2 and shape[1] < 1):
             raise wrong_shape("state_indices", state_indices, f"[N={N}] or [N={N}, S]")
     if initial_state_indices is not None:
         _check_row("initial_state_indices", initial_state_indices, device, N)
@@ -187,24 +183,21 @@ def check(
     )
     if needs_grad and state_indices is not None and initial_state.requires_grad:  # type: ignore[union-attr]
         raise ValueError("initial_state is written in place with state_indices: it must not require grad")
-    return RecurrentGdnCall(
+    return RecurrentGdnCall._make((
         q, k, v, g, beta, A_log, a, b, dt_bias, scale, initial_state, bool(output_final_state),
         bool(use_qk_l2norm_in_kernel), cu_seqlens, bool(state_v_first), state_indices, initial_state_indices,
         num_accepted_tokens, padding_index, buffer, intermediate_state_indices, B, T, H, HV, K, V, N, state_dtype,
         needs_grad,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def _check_gate(
     name: str, x: object, device: torch.device, accepted: frozenset[torch.dtype], shape: tuple[int, ...]
 ) -> None:
     """A gate of ``shape``; ``a`` and ``b`` may have their tokens in one dimension."""
-    if not isinstance(x, Tensor):
-        raise not_a_tensor(name, x)
-    if x.device != device:
-        raise wrong_device(name, x, device)
-    if x.dtype not in accepted:
-        raise wrong_dtype(name, x, accepted)
+    if isinstance(x, Tensor) and x.device == device and x.dtype in accepted and x.shape == shape:
+        return
+    check_tensor(name, x, device, accepted)
     if x.shape != shape:
         if len(shape) == 1:
             raise wrong_shape(name, x, f"[HV={shape[0]}]")
@@ -216,7 +209,7 @@ def _check_gate(
 
 
 def _check_row(name: str, x: Tensor, device: torch.device, N: int) -> None:
-    check_integers(name, x, device)
+    check_tensor(name, x, device)
     if x.shape != (N,):
         raise wrong_shape(name, x, f"[N={N}]")
 

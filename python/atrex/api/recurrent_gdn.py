@@ -185,7 +185,7 @@ _SM90_SERVES = Eligibility(True, _SM90, "")
 
 
 def _supports_sm90(call: RecurrentGdnCall) -> Eligibility:
-    dtype = call.q.dtype
+    dtype, initial_state, buffer = call.q.dtype, call.initial_state, call.buffer
     if dtype not in _HALF_DTYPES or call.k.dtype is not dtype or call.v.dtype is not dtype:
         got = ", ".join(dtype_name(x.dtype) for x in (call.q, call.k, call.v))
         return Eligibility(False, _SM90, f"q, k and v must be all bfloat16 or all float16, got {got}")
@@ -193,10 +193,10 @@ def _supports_sm90(call: RecurrentGdnCall) -> Eligibility:
         return Eligibility(False, _SM90, f"q, k and v must have head sizes K=V=128, got K={call.K}, V={call.V}")
     if call.needs_grad:
         return Eligibility(False, _SM90, "no input may require grad in grad mode: the kernels have no backward")
-    if call.initial_state is not None and not _in_vectors(call.initial_state, call.HV):
-        return Eligibility(False, _SM90, _reason("initial_state", call.initial_state))
-    if call.buffer is not None and not _in_vectors(call.buffer, call.HV):
-        return Eligibility(False, _SM90, _reason("intermediate_states_buffer", call.buffer))
+    if initial_state is not None and not _in_vectors(initial_state, call.HV):
+        return Eligibility(False, _SM90, _reason("initial_state", initial_state))
+    if buffer is not None and not _in_vectors(buffer, call.HV):
+        return Eligibility(False, _SM90, _reason("intermediate_states_buffer", buffer))
     return _SM90_SERVES
 
 

@@ -40,63 +40,70 @@ def _indices(x: torch.Tensor | None) -> tuple[int, ...] | None:
 
 def fused_recurrent_gated_delta_rule(call):
     """Serve a checked call; see ``atrex.fused_recurrent_gated_delta_rule``. Launches on the current stream."""
-    T, HV, N, initial, slots, buffer = call.T, call.HV, call.N, call.initial_state, call.state_indices, call.buffer
-    A_log, dt_bias, accepted = call.A_log, call.dt_bias, call.num_accepted_tokens
-    where = call.q.device
+    (
+        q, k, v, g, beta, A_log, a, b, dt_bias, scale, initial, output_final_state, l2norm, offsets, v_first, slots,
+        read, accepted, padding, buffer, buffer_indices, B, T, H, HV, _, _, N, state_dtype, _,
+    ) = call  # fmt: skip
+    where, dtype = q.device, q.dtype
     device = where.index
     stream = current_stream(device)
 
     # q, k and v hold the copies, if there are any, until the launch.
-    q, q_at = _activation(call.q, device, stream)
-    k, k_at = _activation(call.k, device, stream)
-    v, v_at = _activation(call.v, device, stream)
+    q, q_at = _activation(q, device, stream)
+    k, k_at = _activation(k, device, stream)
+    v, v_at = _activation(v, device, stream)
     # empty_strided takes less host time than empty.
-    o = torch.empty_strided((call.B, T, HV, 128), (T * HV * 128, HV * 128, 128, 1), dtype=v.dtype, device=where)
-    g, beta = (call.g, call.beta) if A_log is None else (call.a, call.b)
+    o = torch.empty_strided((B, T, HV, 128), (T * HV * 128, HV * 128, 128, 1), dtype=dtype, device=where)
 
-    final = stored = write = None
-    store, steps, padding = _STORE_NONE, 1, call.padding_index
-    write_padding = padding
+    initial_at = a_log_at = dt_bias_at = None
+    if initial is not None:
+        stride, stride_h, _, _ = initial.stride()
+        initial_at = (initial.data_ptr(), initial.shape[0], stride, 0, stride_h)
+    if A_log is not None:
+        g, beta = a, b
+        a_log_at = (A_log.data_ptr(), _DTYPES[A_log.dtype], *A_log.stride())
+        dt_bias_at = (dt_bias.data_ptr(), _DTYPES[dt_bias.dtype], *dt_bias.stride())
+
+    slots_at = _indices(slots)
+    final = stored_at = write_at = None
+    store, steps, write_padding = _STORE_NONE, 1, padding
     if buffer is not None:
         rows, steps = buffer.shape[:2]
-        stored = (buffer.data_ptr(), rows, *buffer.stride()[:3])
-        store, write, write_padding = _STORE_EACH_TOKEN, call.buffer_indices, -1
+        stored_at = (buffer.data_ptr(), rows, *buffer.stride()[:3])
+        store, write_at, write_padding = _STORE_EACH_TOKEN, _indices(buffer_indices), -1
     elif slots is not None:
-        final, write = initial, slots
-        stored = (initial.data_ptr(), initial.shape[0], initial.stride(0), 0, initial.stride(1))
-        store = _STORE_LAST
-        if slots.dim() == 2:
+        final, stored_at, write_at, store = initial, initial_at, slots_at, _STORE_LAST
+        if len(slots_at) == 4:
             store, steps = _STORE_EACH_TOKEN, slots.shape[1]
-    elif call.output_final_state:
-        final = torch.empty((N, HV, 128, 128), dtype=call.state_dtype, device=where)
-        stored, store = (final.data_ptr(), N, HV * 128 * 128, 0, 128 * 128), _STORE_LAST
-    read = slots if call.initial_state_indices is None else call.initial_state_indices
+    elif output_final_state:
+        final = torch.empty((N, HV, 128, 128), dtype=state_dtype, device=where)
+        stored_at, store = (final.data_ptr(), N, HV * 128 * 128, 0, 128 * 128), _STORE_LAST
 
     _native.forward(
-        (T, call.H, HV, N),
-        (call.state_v_first, call.state_dtype is torch.bfloat16, v.dtype is torch.float16),
-        call.scale,
-        call.use_qk_l2norm_in_kernel,
+        (T, H, HV, N),
+        (v_first, state_dtype is torch.bfloat16, dtype is torch.float16),
+        scale,
+        l2norm,
         q_at,
         k_at,
         v_at,
         _gate(g, T),
         _gate(beta, T),
-        None if A_log is None else (A_log.data_ptr(), _DTYPES[A_log.dtype], A_log.stride(0)),
-        None if A_log is None else (dt_bias.data_ptr(), _DTYPES[dt_bias.dtype], dt_bias.stride(0)),
+        a_log_at,
+        dt_bias_at,
         o.data_ptr(),
-        _indices(call.cu_seqlens),
-        None if initial is None else (initial.data_ptr(), initial.shape[0], initial.stride(0), 0, initial.stride(1)),
-        _indices(read),
+        _indices(offsets),
+        initial_at,
+        slots_at if read is None else _indices(read),
         _indices(accepted),
         1 if accepted is None else slots.shape[1],
         padding,
         store,
-        stored,
-        _indices(write),
+        stored_at,
+        write_at,
         write_padding,
         steps,
         device,
         stream,
     )
-    return o, final if call.output_final_state else None
+    return o, final if output_final_state else None
