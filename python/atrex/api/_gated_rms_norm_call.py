@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -46,8 +47,9 @@ def check(
         raise wrong_device("weight", weight, device, "x")
     if z.device != device:
         raise wrong_device("z", z, device, "x")
-    accepted = _DOUBLE if x.dtype is torch.float64 else _DTYPES
-    if not (x.dtype in accepted and weight.dtype in accepted and z.dtype in accepted):
+    dtype = x.dtype
+    accepted = _DOUBLE if dtype is torch.float64 else _DTYPES
+    if not (dtype in accepted and weight.dtype in accepted and z.dtype in accepted):
         named = (("x", x), ("weight", weight), ("z", z))
         raise next(wrong_dtype(name, one, accepted) for name, one in named if one.dtype not in accepted)
 
@@ -67,4 +69,20 @@ def check(
         raise ValueError(f"activation must be 'silu', 'swish' or 'sigmoid', got {activation!r}")
 
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or z.requires_grad)
-    return GatedRmsNormCall(x, weight, z, float(eps), is_sigmoid, bool(cast_before_weight), rows, D, needs_grad)
+    return GatedRmsNormCall._make((
+        x, weight, z, float(eps), is_sigmoid, bool(cast_before_weight), rows, D, needs_grad,
+    ))  # fmt: skip
+
+
+@lru_cache(maxsize=4096)  # a server's sizes differ from call to call
+def row_runs(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """The rows of such a tensor in as few runs as there are strides from row to row: rows and stride, inner first."""
+    runs: list[tuple[int, int]] = []
+    for size, stride in zip(reversed(shape[:-1]), reversed(strides[:-1]), strict=True):
+        if size <= 1:
+            continue
+        if runs and stride == runs[-1][0] * runs[-1][1]:
+            runs[-1] = (size * runs[-1][0], runs[-1][1])
+        else:
+            runs.append((size, stride))
+    return tuple(runs)

@@ -8,7 +8,7 @@ from torch import Tensor
 from .._device import device_target
 from .._dispatch import Eligibility, Implementation, dispatch, pick
 from ._check import dtype_name
-from ._gated_rms_norm_call import GatedRmsNormCall, check
+from ._gated_rms_norm_call import GatedRmsNormCall, check, row_runs
 
 _OPERATOR = "gated_rms_norm"
 
@@ -94,8 +94,9 @@ _SM90_SERVES = Eligibility(True, _SM90, "")
 
 def _supports_sm90(call: GatedRmsNormCall) -> Eligibility:
     x, z, weight = call.x, call.z, call.weight
-    if x.dtype not in _HALF_DTYPES or z.dtype is not x.dtype:
-        got = f"{dtype_name(x.dtype)}, {dtype_name(z.dtype)}"
+    dtype = x.dtype
+    if dtype not in _HALF_DTYPES or z.dtype is not dtype:
+        got = f"{dtype_name(dtype)}, {dtype_name(z.dtype)}"
         return Eligibility(False, _SM90, f"x and z must be both bfloat16 or both float16, got {got}")
     if call.D != 128:
         return Eligibility(False, _SM90, f"x must have rows of D=128, got D={call.D}")
@@ -108,7 +109,7 @@ def _supports_sm90(call: GatedRmsNormCall) -> Eligibility:
             f"{list(one.shape)}, strides {one.stride()}, offset {one.storage_offset()}"
         )
         return Eligibility(False, _SM90, reason)
-    if weight.stride(0) != 1 or weight.data_ptr() & 15:
+    if weight.stride() != (1,) or weight.data_ptr() & 15:
         reason = (
             f"weight must be contiguous on the 16-byte grid, got stride {weight.stride(0)}, "
             f"offset {weight.storage_offset()}"
@@ -126,18 +127,8 @@ def _in_vectors(x: Tensor) -> bool:
     strides = x.stride()
     if strides[-1] != 1:
         return False
-    steps = 0
-    size = stride = 1  # of the last run of rows: size rows, stride apart
-    for i in range(x.dim() - 2, -1, -1):
-        if x.shape[i] > 1:
-            if strides[i] & 7:
-                return False
-            if steps == 0 or strides[i] != size * stride:
-                steps += 1
-                size, stride = x.shape[i], strides[i]
-            else:
-                size *= x.shape[i]
-    return steps <= 2
+    runs = row_runs(x.shape, strides)
+    return not runs or (len(runs) <= 2 and not (runs[0][1] | runs[-1][1]) & 7)
 
 
 _POLICY = (
