@@ -88,7 +88,6 @@ def causal_conv1d_fn(
         has_initial_state, initial_state_indices, pad_slot_id,
     )  # fmt: skip
     out, final = dispatch("causal_conv1d_fn", _PREFILL_POLICY, _prefill_fallback, x.device, call)
-    out = out.transpose(1, 2) if x.dim() == 3 else out[0].t()
     return (out, final) if return_final_states else out
 
 
@@ -190,10 +189,7 @@ def causal_conv1d_update(
         x, conv_state, weight, bias, activation, conv_state_indices, query_start_loc, num_accepted_tokens,
         initial_state_indices, pad_slot_id,
     )  # fmt: skip
-    out = dispatch("causal_conv1d_update", _UPDATE_POLICY, _update_fallback, x.device, call)
-    if x.dim() == 3:
-        return out.transpose(1, 2)
-    return out[:, 0] if query_start_loc is None else out[0]
+    return dispatch("causal_conv1d_update", _UPDATE_POLICY, _update_fallback, x.device, call)
 
 
 def can_use_causal_conv1d_update(
@@ -263,7 +259,7 @@ def _supports_sm90(call: PrefillCall | UpdateCall, name: str, states: Tensor | N
         reason = "no input may require grad in grad mode: the kernels have no backward"
     elif weight.stride() != (4, 1) or weight.storage_offset() % vector:
         reason = _off_grid("weight", "contiguous", weight)
-    elif bias is not None and (bias.stride(0) != 1 or bias.storage_offset() % vector):
+    elif bias is not None and (bias.stride() != (1,) or bias.storage_offset() % vector):
         reason = _off_grid("bias", "contiguous", bias)
     elif states is not None and not _in_vectors(states, vector):
         reason = _off_grid(name, "contiguous in its channels, or in its columns with 3 or 4 of them,", states)
@@ -277,8 +273,9 @@ def _in_vectors(states: Tensor, vector: int) -> bool:
     row, channel, column = states.stride()
     if (row | states.storage_offset()) % vector:
         return False
-    L = states.shape[2]
-    return (channel == 1 and column % vector == 0) or (column == 1 and channel == L and L in (3, 4))
+    if channel == 1:
+        return column % vector == 0
+    return column == 1 and channel in (3, 4) and channel == states.shape[2]
 
 
 def _off_grid(name: str, layout: str, x: Tensor) -> str:

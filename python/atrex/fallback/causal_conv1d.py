@@ -16,16 +16,26 @@ if TYPE_CHECKING:
 
 def causal_conv1d_fn(call: PrefillCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The contract of ``atrex.causal_conv1d_fn``. Reads all integer tensors back to the host."""
-    with without_autocast(call.x.device):
-        return _prefill(call)
+    x = call.x
+    tokens = x.transpose(1, 2) if x.dim() == 3 else x.t().unsqueeze(0)
+    with without_autocast(x.device):
+        out, finals = _prefill(call._replace(x=tokens))
+    return out.transpose(1, 2) if x.dim() == 3 else out[0].t(), finals
 
 
 def causal_conv1d_update(call: UpdateCall) -> torch.Tensor:
     """The contract of ``atrex.causal_conv1d_update``. Reads all integer tensors back to the host."""
-    with without_autocast(call.x.device):
-        if call.query_start_loc is None and call.conv_state_indices is None and call.num_accepted_tokens is None:
-            return _update_rows(call)
-        return _update(call)
+    x, packed = call.x, call.query_start_loc is not None
+    call = call._replace(x=x.transpose(1, 2) if x.dim() == 3 else x.unsqueeze(0 if packed else 1))
+    with without_autocast(x.device):
+        if packed or call.conv_state_indices is not None or call.num_accepted_tokens is not None:
+            out = _update(call)
+        else:
+            out = _update_rows(call)
+    return out.transpose(1, 2) if x.dim() == 3 else out.squeeze(0 if packed else 1)
+
+
+# Below, x and the outputs are [B, T, C].
 
 
 def _prefill(call: PrefillCall) -> tuple[torch.Tensor, torch.Tensor | None]:

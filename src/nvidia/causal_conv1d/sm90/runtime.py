@@ -10,11 +10,16 @@ from . import _native
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-def _tokens(x: torch.Tensor, dtype: int, device: int, stream: int) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """``x [B, T, C]`` and how it lies, or a packed copy where it cannot be read in 16-byte vectors."""
-    strides = b, t, c = x.stride()
+def _tokens(
+    x: torch.Tensor, sizes: tuple[int, int, int], strides: tuple[int, int, int], dtype: int, device: int, stream: int
+) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """``x`` and how it lies, or a packed copy where it cannot be read in 16-byte vectors.
+
+    ``sizes`` are B, T and C, and ``strides`` those of x along them.
+    """
+    B, T, C = sizes
+    b, t, c = strides
     pointer = x.data_ptr()
-    B, T, C = x.shape
     b, t = b if B > 1 else 0, t if T > 1 else 0  # nobody steps along a dimension of one
     if c == 1 and not (pointer & 15 or (b | t) & (7 if dtype else 3)):
         return x, (pointer, b, t)
@@ -25,7 +30,7 @@ def _tokens(x: torch.Tensor, dtype: int, device: int, stream: int) -> tuple[torc
 
 
 def _indices(x: torch.Tensor | None) -> tuple[int, ...] | None:
-    return None if x is None else (x.data_ptr(), x.dtype is torch.int64, x.stride(0))
+    return None if x is None else (x.data_ptr(), x.dtype is torch.int64, *x.stride())
 
 
 def _states(x: torch.Tensor) -> tuple[int, ...]:
@@ -34,39 +39,49 @@ def _states(x: torch.Tensor) -> tuple[int, ...]:
 
 def causal_conv1d_fn(call):
     """Serve a checked call; see ``atrex.causal_conv1d_fn``. Launches on the current stream."""
-    B, T, C, N = call.B, call.T, call.C, call.N
-    bias, initial, write = call.bias, call.initial, call.cache_indices
-    where = call.x.device
-    device = where.index
+    (
+        x, weight, bias, silu, offsets, initial, pool, write, read, has_initial, padding, return_final_states,
+        B, T, C, _, N, _,
+    ) = call  # fmt: skip
+    where, dtype = x.device, x.dtype
+    device, code = where.index, _DTYPES[dtype]
     stream = current_stream(device)
-    dtype = _DTYPES[call.x.dtype]
-    x, x_at = _tokens(call.x, dtype, device, stream)  # x holds the copy, if there is one, until the launch
-    # empty_strided takes less host time than empty.
-    out = torch.empty_strided((B, T, C), (T * C, C, 1), dtype=x.dtype, device=where)
-    final = kept = None
-    if call.pool:
-        kept = _states(initial)
-        if call.has_initial_state is None:
-            initial = None
-    elif call.return_final_states:
-        final = torch.empty((N, 3, C), dtype=x.dtype, device=where).transpose(1, 2)
-        kept = (final.data_ptr(), N, 3 * C, 1, C)
+    strides = x.stride()
+    # In one step: a view of an output [B, T, C] takes as much host time again. empty_strided takes less than empty.
+    if len(strides) == 3:
+        b, c, t = strides
+        out = torch.empty_strided((B, C, T), (T * C, 1, C), dtype=dtype, device=where)
+    else:
+        b, (c, t) = 0, strides
+        out = torch.empty_strided((C, T), (1, C), dtype=dtype, device=where)
+    # x holds the copy, if there is one, until the launch.
+    x, x_at = _tokens(x, (B, T, C), (b, t, c), code, device, stream)
+    initial_at = None if initial is None else _states(initial)
+    final = final_at = None
+    if pool:
+        final_at = initial_at
+        if has_initial is None:
+            initial_at = None
+    elif return_final_states:
+        final = torch.empty((N, 3, C), dtype=dtype, device=where).transpose(1, 2)
+        final_at = (final.data_ptr(), N, 3 * C, 1, C)
+    write_at = _indices(write)
     _native.prefill(
         (B, T, C, N),
-        dtype,
-        call.silu,
+        code,
+        silu,
         x_at,
-        call.weight.data_ptr(),
+        weight.data_ptr(),
         0 if bias is None else bias.data_ptr(),
         out.data_ptr(),
-        _indices(call.query_start_loc),
-        call.pad_slot_id,
-        None if initial is None else _states(initial),
-        _indices(write if call.initial_state_indices is None else call.initial_state_indices),
-        _indices(call.has_initial_state),
-        kept,
-        _indices(write),
-        call.pool,
+        _indices(offsets),
+        padding,
+        initial_at,
+        write_at if read is None else _indices(read),
+        _indices(has_initial),
+        final_at,
+        write_at,
+        pool,
         device,
         stream,
     )
@@ -75,30 +90,37 @@ def causal_conv1d_fn(call):
 
 def causal_conv1d_update(call):
     """Serve a checked call; see ``atrex.causal_conv1d_update``. Launches on the current stream."""
-    B, T, C = call.B, call.T, call.C
-    bias, state, write = call.bias, call.conv_state, call.conv_state_indices
-    where = call.x.device
-    device = where.index
+    x, state, weight, bias, silu, offsets, write, read, accepted, padding, B, T, C, _, N, _ = call
+    where, dtype = x.device, x.dtype
+    device, code = where.index, _DTYPES[dtype]
     stream = current_stream(device)
-    dtype = _DTYPES[call.x.dtype]
-    x, x_at = _tokens(call.x, dtype, device, stream)
-    out = torch.empty_strided((B, T, C), (T * C, C, 1), dtype=x.dtype, device=where)
+    strides = x.stride()
+    if len(strides) == 3:
+        b, c, t = strides
+        out = torch.empty_strided((B, C, T), (T * C, 1, C), dtype=dtype, device=where)
+    else:
+        row, c = strides
+        # Along one token nobody steps, but a packed copy is read along the smaller stride, which shall be c.
+        b, t = (row, C * c) if offsets is None else (0, row)
+        out = torch.empty_strided((B * T, C), (C, 1), dtype=dtype, device=where)
+    x, x_at = _tokens(x, (B, T, C), (b, t, c), code, device, stream)
+    write_at = _indices(write)
     if T:
         _native.update(
-            (B, T, C, call.N),
-            dtype,
-            call.silu,
+            (B, T, C, N),
+            code,
+            silu,
             x_at,
-            call.weight.data_ptr(),
+            weight.data_ptr(),
             0 if bias is None else bias.data_ptr(),
             out.data_ptr(),
-            _indices(call.query_start_loc),
-            call.pad_slot_id,
+            _indices(offsets),
+            padding,
             _states(state),
             state.shape[2],
-            _indices(write if call.initial_state_indices is None else call.initial_state_indices),
-            _indices(write),
-            _indices(call.num_accepted_tokens),
+            write_at if read is None else _indices(read),
+            write_at,
+            _indices(accepted),
             device,
             stream,
         )
