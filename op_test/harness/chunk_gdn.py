@@ -191,6 +191,12 @@ class Call:
             self.page_before = self.page_before.to(device)
         return self
 
+    def bring(self, result, device):
+        """Moves the call to another device, to be verified there, and returns its ``result`` moved as well."""
+        states = self.states
+        self.to(device)
+        return tuple(None if x is None else self.states if x is states else x.to(device) for x in result)
+
     def run(self):
         """What atrex returns, always as three."""
         result = atrex.chunk_gated_delta_rule(

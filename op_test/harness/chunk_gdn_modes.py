@@ -93,7 +93,12 @@ def benched(T, N=1, H=16, HV=32):
 def sanitize(target):
     """Few launches, an allocation for every tensor, so that memcheck knows where each ends, and no poison: initcheck
     must see what is read before it is written. For it, looking at the operator's kernels alone, a tensor is written by
-    them or by a copy: so inputs are made on the CPU, as the references are."""
+    them or by a copy: so inputs are made on the CPU, as the references are, and results judged there."""
+
+    def judge(call, want):
+        result = call.to(DEVICE).run()
+        return call.verify(call.bring(result, "cpu"), want)
+
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     torch.set_num_threads(1)  # a token's arithmetic is too little to share, least of all with other tools running
     options = {"state": F32, "pool": True, "padding": True, "every": 64}
@@ -106,18 +111,16 @@ def sanitize(target):
     cases["only padding"] = Case((0, 0), tail=70, state=F32)
     for name, case in cases.items():
         call = Call(case, "cpu")
-        want = call.expected()
-        print(name, case.sizes, call.verify(call.to(DEVICE).run(), want), flush=True)
+        print(name, case.sizes, judge(call, call.expected()), flush=True)
     for name, offsets in MALFORMED.items():
         call = malformed_call(offsets, "cpu").to(DEVICE)
         call.run()  # what no sequence owns stays unwritten: only the memory around is looked at
-        call.verify_memory()
+        call.to("cpu").verify_memory()
         print("malformed", name, offsets, flush=True)
     case = Case((65, 1), state=F32, pool=True, padding=True, index_dtype=torch.int64)
     for seed in range(6):
         call = Call(dataclasses.replace(case, seed=seed), "cpu")
-        want = call.expected()
-        print("slots", call.slots, call.verify(call.to(DEVICE).run(), want), flush=True)
+        print("slots", call.slots, judge(call, call.expected()), flush=True)
     torch.cuda.synchronize()
 
 

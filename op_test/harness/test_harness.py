@@ -163,3 +163,18 @@ def test_padding_sequences_have_no_part_in_the_limits():
     call.tensors[2][:, :70] *= 100
     call.expected()
     assert call.rounding == before
+
+
+@pytest.mark.parametrize("pool", [True, False])
+def test_call_and_result_are_verified_on_another_device(pool):
+    """To a copy on the same device here: what matters is that the pool stays the pool, and that an error is seen."""
+    case = chunk_gdn.Case((65, 3), state=torch.float32, pool=pool, every=64, dtype=torch.float32)
+    call = chunk_gdn.Call(case, "cpu")
+    want = call.expected()
+    result = call.run()
+    o, final, checkpoints = call.bring(result, "cpu")
+    assert (final is call.states) is pool
+    call.verify((o, final, checkpoints), want)
+    o[0, 0, 0] += 1
+    with pytest.raises(AssertionError, match="o: head 0"):
+        call.verify((o, final, checkpoints), want)

@@ -212,6 +212,17 @@ def test_report_holds_what_a_hand_off_needs():
         assert words in text, words
 
 
+def test_terminal_names_what_failed():
+    gates = {
+        "tests": {"ok": False, "passed": 3, "failures": ["m::b: failure: no"]},
+        "profiler": {"ok": False, "problems": ["c: an empty list of launches"]},
+        "benchmark": {"ok": True, "cases": []},
+    }
+    assert report.verdicts(gates) == [
+        "tests: FAIL", "  m::b: failure: no", "profiler: FAIL", "  c: an empty list of launches", "benchmark: pass",
+    ]  # fmt: skip
+
+
 def test_report_of_parity_names_ratio_and_verdict(tmp_path):
     case = bench.compare("long", {"baseline": fake_worker(1.0), "candidate": fake_worker(2.0)})
     gate = {"ok": False, "cases": [case], "max_ratio": 1.05, "max_spread": 0.03}

@@ -75,8 +75,8 @@ def _run(job: payload.Payload, folder: pathlib.Path) -> int:
         plot.draw(f"{spec['target']}, {found['devices'][0]['name']}: median latency", cases, folder / "latency.png")
         result["plot"] = "latency.png"
     report.write(result, folder)
-    for name, gate in gates.items():
-        _say(f"{name}: {'pass' if gate['ok'] else 'FAIL'}")
+    for line in report.verdicts(gates):
+        _say(line)
     _say(f"job {result['job']}: report in {folder}")
     return GATES_HOLD if result["ok"] else GATE_FAILED
 

@@ -83,4 +83,13 @@ def _list(sentences: list[str]) -> list[str]:
     return [f"- {sentence}" for sentence in sentences]
 
 
+def verdicts(gates: dict[str, dict]) -> list[str]:
+    """A line for each gate, and below a failed one what failed: the terminal may be all that comes back."""
+    lines = []
+    for name, gate in gates.items():
+        lines.append(f"{name}: {'pass' if gate['ok'] else 'FAIL'}")
+        lines += [f"  {problem}" for problem in (*gate.get("failures", ()), *gate.get("problems", ()))]
+    return lines
+
+
 _SECTIONS = {"tests": _tests, "profiler": _profiler, "benchmark": _benchmark, "parity": _parity}
