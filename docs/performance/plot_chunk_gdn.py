@@ -18,7 +18,7 @@ PEERS = {"atrex": "#1f6f54", "flashinfer": "#b5651d", "fla": "#8a8d91"}
 NAMES = {
     "atrex": "atrex",
     "flashinfer": "FlashInfer 0.6.18.post1, another H200",
-    "fla": "FLA 0.6.0 (four shapes measured)",
+    "fla": "FLA 0.6.0",
 }
 
 
