@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 GATES = ("mixed", "none", "strong", "resets")
-LAYOUTS = ("contiguous", "split", "transposed", "misaligned")
+LAYOUTS = ("contiguous", "split", "heads_first", "transposed", "misaligned")
 
 
 def make_gates(gen, shape, regime, device):
@@ -29,6 +29,8 @@ def lay_out(x, layout):
     B, T, heads, D = x.shape
     if layout == "split":  # one of several neighbours in a row, as torch.split of a convolution's output
         view = _nan(x, B, T, 8 + heads * D + 24)[..., 8 : 8 + heads * D].unflatten(-1, (heads, D))
+    elif layout == "heads_first":  # steps grow from batch entries over tokens to heads
+        view = _nan(x, heads, T, B, D + 8)[..., :D].permute(2, 1, 0, 3)
     elif layout == "transposed":  # no dimension is contiguous
         view = _nan(x, B, heads, D, T + 1, 2)[..., :T, 1].permute(0, 3, 1, 2)
     elif layout == "misaligned":  # off the 16-byte grid by one element

@@ -83,6 +83,7 @@ def test_layouts_hold_the_same_values(layout):
     expected = {
         "contiguous": q.is_contiguous() and q.data_ptr() % 16 == 0,
         "split": q.stride(-1) == v.stride(-1) == 1 and not q.is_contiguous(),
+        "heads_first": q.stride(2) > q.stride(1) > q.stride(0) > q.stride(3) == 1,
         "transposed": 1 not in q.stride() and 1 not in v.stride(),
         "misaligned": q.is_contiguous() and q.data_ptr() % 16 != 0 and v.data_ptr() % 16 != 0,
     }

@@ -26,6 +26,7 @@ CUtensorMap encode(const Activation& x, int batch, int tokens, int heads, int pa
   const cuuint64_t strides[] = {tokens > 1 ? uint64_t(x.stride_t) * 2 : kRowBytes, kRowBytes / 2,
                                 heads > 1 ? uint64_t(x.stride_h) * 2 : kRowBytes,
                                 batch > 1 ? uint64_t(x.stride_b) * 2 : kRowBytes};
+  // In the box's order, not in that of growing strides, which the driver does not ask for.
   const cuuint32_t box[] = {64, kChunk, cuuint32_t(panels), 1, 1};
   const cuuint32_t element_strides[] = {1, 1, 1, 1, 1};
   const CUresult result = encode_function()(

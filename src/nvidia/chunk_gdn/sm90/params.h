@@ -27,7 +27,8 @@ struct TriangularTile {
   unsigned char zeros[4][2][kGroupBytes];
   PackedTile packed;
 };
-// Where the column's group `group` lies in a packed tile.
+static_assert(offsetof(TriangularTile, packed) == sizeof(TriangularTile::zeros));
+// Where the column's group `group`, one that is kept, lies in a packed tile.
 __host__ __device__ constexpr uint32_t packed_group(int column, int group) {
   return column < 2 ? offsetof(PackedTile, whole) + (8 * column + group) * kGroupBytes
                     : (2 * (group - 4) + column - 2) * kGroupBytes;
@@ -44,6 +45,7 @@ struct alignas(128) Prepared {
   ChunkGates gates;    // copied together with the inverse
 };
 inline constexpr uint32_t kInverseBytes = sizeof(PackedTile) + sizeof(ChunkGates);
+static_assert(offsetof(Prepared, gates) == offsetof(Prepared, inverse) + sizeof(PackedTile));
 
 // Workspace: what is prepared of each (slot, v-head); a counter an item, for a scan that runs beside the preparation;
 // then what context parallelism hands from its transfer pass to the scan.

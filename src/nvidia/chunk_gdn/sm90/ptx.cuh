@@ -98,7 +98,8 @@ __device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.com
 // Until the committed stores have read shared memory.
 __device__ __forceinline__ void store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void store_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-// Orders a thread's own shared-memory stores before later reads by wgmma and the copy engine.
+// Orders shared-memory stores, of this thread or made visible to it by a barrier, before later reads by wgmma and the
+// copy engine.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- counters between kernels that run side by side ----------------------------------------------------------------

@@ -1,7 +1,8 @@
 // The serial pass: walks the chunks of a sequence with the state in registers (walk.cuh).
 //
 // A block serves one work item after the other, a slice or two of one head of one sequence. Its load warp keeps three
-// stages of tiles in flight, across items too; store warps hand whole tiles of outputs to the copy engine.
+// stages of tiles in flight, across items too; a warp watches the loads for the state warps; store warps hand whole
+// tiles of outputs to the copy engine.
 //
 // Context parallelism cuts a sequence into segments. The transfer pass finds, for every segment but the last, what it
 // does to a state, S_out = M S_in + N: N by a scan from zero (segment 0: from the initial state), M by a scan from the
@@ -66,7 +67,7 @@ __device__ __forceinline__ void load_chunks(const Problem& p, const ScanMaps& ma
       auto* v = reinterpret_cast<uint4*>(each.v);
       for (int i = lane; i < int(sizeof(each.v) / 16); i += 32) v[i] = uint4{};
     }
-    __syncwarp();  // lane 0's arrivals on the full barriers publish it
+    __syncwarp();  // the loading lane's arrivals on the full barriers publish it
   }
   const int head = work.value_head / (p.value_heads / p.heads);
   const int parts = item_parts(p.heads, p.value_heads);

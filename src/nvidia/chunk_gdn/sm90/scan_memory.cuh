@@ -55,6 +55,7 @@ struct alignas(128) TileStage {
   TriangularTile scores, inverse;
   ChunkGates gates;
 };
+static_assert(offsetof(TileStage, gates) == offsetof(TileStage, inverse) + sizeof(TriangularTile));
 
 template <class T, int kWarpgroups>
 struct alignas(1024) ScanMemory {

@@ -8,8 +8,8 @@
 //   S^T <- decay_chunk S^T + (decay_u u) K
 //
 // No branch may stand between a wgmma and the wait whose result is read (ptxas would serialise every wgmma): an
-// iteration has one place with nothing in flight, its top, and all branching happens there. So no wait on an mbarrier,
-// which is a loop, stands in an iteration: other warps wait for copies and tell it at named barriers.
+// iteration has one place with nothing, or y alone, in flight, its top, and all branching happens there. So no wait on
+// an mbarrier, which is a loop, stands in an iteration: other warps wait for copies and tell it at named barriers.
 #pragma once
 
 #include "scan_memory.cuh"
