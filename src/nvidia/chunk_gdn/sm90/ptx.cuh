@@ -193,11 +193,11 @@ __device__ __forceinline__ uint64_t smem_descriptor(uint32_t address, uint32_t l
                " " ATREX_D32 ", {%32,%33,%34,%35}, %36, p, 1, 1, 0;\n}\n"                                         \
                : ATREX_F32(d, 0)                                                                                  \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)))
-#define ATREX_WGMMA_RS128(TYPE)                                                                                    \
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE \
-               " " ATREX_D64 ", {%64,%65,%66,%67}, %68, p, 1, 1, 1;\n}\n"                                          \
-               : ATREX_F32(d, 0), ATREX_F32(d, 32)                                                                 \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)))
+#define ATREX_WGMMA_RS128(TYPE)                                                                                  \
+  asm volatile("{.reg .pred p; setp.eq.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE \
+               " " ATREX_D64 ", {%64,%65,%66,%67}, %68, p, 1, 1, 1;\n}\n"                                        \
+               : ATREX_F32(d, 0), ATREX_F32(d, 32)                                                               \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 #define ATREX_WGMMA_SS64(TYPE)                                                                                    \
   asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE \
                " " ATREX_D32 ", %32, %33, p, 1, 1, 0, 0;\n}\n"                                                    \
@@ -227,7 +227,7 @@ __device__ __forceinline__ void wgmma_triangular(float (&d)[32], const uint32_t 
 }
 // d[64 x 128] += a[64 x 16] b[16 x 128]; a in registers, b's rows are the reduction (MN-major).
 template <class T>
-__device__ __forceinline__ void wgmma_64x128(float (&d)[64], const uint32_t* a, uint64_t b, bool accumulate = true) {
+__device__ __forceinline__ void wgmma_64x128(float (&d)[64], const uint32_t* a, uint64_t b) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     ATREX_WGMMA_RS128("bf16");
   } else {
