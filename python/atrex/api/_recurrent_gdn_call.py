@@ -198,14 +198,13 @@ def _check_gate(
     if isinstance(x, Tensor) and x.device == device and x.dtype in accepted and x.shape == shape:
         return
     check_tensor(name, x, device, accepted)
-    if x.shape != shape:
-        if len(shape) == 1:
-            raise wrong_shape(name, x, f"[HV={shape[0]}]")
-        B, T, HV = shape
-        if name not in ("a", "b"):
-            raise wrong_shape(name, x, f"[B={B}, T={T}, HV={HV}]")
-        if x.shape != (B * T, HV):
-            raise wrong_shape(name, x, f"[B={B}, T={T}, HV={HV}] or [B * T={B * T}, HV={HV}]")
+    if len(shape) == 1:
+        raise wrong_shape(name, x, f"[HV={shape[0]}]")
+    B, T, HV = shape
+    if name not in ("a", "b"):
+        raise wrong_shape(name, x, f"[B={B}, T={T}, HV={HV}]")
+    if x.shape != (B * T, HV):
+        raise wrong_shape(name, x, f"[B={B}, T={T}, HV={HV}] or [B * T={B * T}, HV={HV}]")
 
 
 def _check_row(name: str, x: Tensor, device: torch.device, N: int) -> None:

@@ -112,13 +112,13 @@ __device__ __forceinline__ void walk(const Problem& p, ScanMemory<T, kWarpgroups
 #pragma unroll
     for (int piece = 0; piece < 4; ++piece) load_gate_piece(to, from, piece);
   };
-  // What r takes besides x.
   auto load_v = [&](int stage) {
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
       load_matrix_transposed(v + 4 * step, smem_address(smem.stages[stage].v[warpgroup]) + matrix_offset + step * 2048);
     }
   };
+  // What r takes besides x.
   auto multiply_v = [&](int stage) {
     float2 beta[8];
 #pragma unroll
@@ -228,7 +228,13 @@ __device__ __forceinline__ void walk(const Problem& p, ScanMemory<T, kWarpgroups
     wgmma_commit();
   };
   const uint32_t out_buffer = smem_address(smem.out[warpgroup]);
-  auto stage_outputs = [&](const uint32_t (&packed)[16]) {
+  auto stage_outputs = [&](int chunk) {
+    uint32_t packed[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) packed[i] = pack2<T>(y[2 * i], y[2 * i + 1]);
+    tie(packed);
+    // Until the last outputs have left shared memory.
+    named_barrier_sync_if(kOutEmptyBarrier + warpgroup, 128 + 32, chunk > first);
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
       store_matrix_transposed(out_buffer + matrix_offset + step * 2048, packed + 4 * step);
@@ -242,10 +248,6 @@ __device__ __forceinline__ void walk(const Problem& p, ScanMemory<T, kWarpgroups
 
   // Until the chunk's tiles are there, and what was prepared of it.
   auto wait_tiles = [&] { named_barrier_sync(kTilesBarrier + stage.index * kWarpgroups + warpgroup, 128 + 32); };
-  // Until the last outputs have left shared memory.
-  auto wait_out_empty = [&](int chunk) {
-    named_barrier_sync_if(kOutEmptyBarrier + warpgroup, 128 + 32, chunk > first);
-  };
   auto release = [&](int stage) { mbarrier_arrive_if(&smem.tiles_empty[stage], lane < kReleasingLanes); };
 
   // ---- The walk
@@ -284,12 +286,7 @@ __device__ __forceinline__ void walk(const Problem& p, ScanMemory<T, kWarpgroups
         wgmma_wait<1>();
         tie(y);
         tie(u_scores);
-        uint32_t packed[16];
-#pragma unroll
-        for (int i = 0; i < 16; ++i) packed[i] = pack2<T>(y[2 * i], y[2 * i + 1]);
-        tie(packed);
-        wait_out_empty(chunk);
-        stage_outputs(packed);
+        stage_outputs(chunk);
         __syncwarp();
         mbarrier_arrive_if(&smem.out_full[warpgroup], lane == 0);
         load_v(stage.index);
@@ -300,8 +297,8 @@ __device__ __forceinline__ void walk(const Problem& p, ScanMemory<T, kWarpgroups
       solve(stage.index);
     }
 
-    if constexpr (kYOverEdge) finish_y();
     // ---- The last chunk: its outputs are stored row by row, since a whole tile would run into the next sequence.
+    if constexpr (kYOverEdge) finish_y();
     if constexpr (kCheckpoints) {
       if (end - 1 > first && (end - 1) % p.checkpoint_chunks == 0) store_checkpoint(end - 1, checkpoint_row);
       decay_state(smem.tiles[stage.index].gates.decay_chunk[0]);
@@ -314,11 +311,7 @@ __device__ __forceinline__ void walk(const Problem& p, ScanMemory<T, kWarpgroups
     stage.advance();
     if constexpr (kOutputs) {
       tie(y);
-      uint32_t packed[16];
-#pragma unroll
-      for (int i = 0; i < 16; ++i) packed[i] = pack2<T>(y[2 * i], y[2 * i + 1]);
-      wait_out_empty(end - 1);
-      stage_outputs(packed);
+      stage_outputs(end - 1);
       named_barrier_sync(kWarpgroupBarrier + warpgroup, 128);
       const int live = min(kChunk, seq.length - (end - 1) * kChunk);
       const int64_t token = int64_t(seq.batch) * p.tokens + seq.start + (end - 1) * kChunk;
