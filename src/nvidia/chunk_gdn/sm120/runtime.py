@@ -23,49 +23,59 @@ def _plan(B: int, T: int, HV: int, N: int, packed: bool, device: int) -> tuple[i
     return _native.plan(B, T, HV, N, packed, _multiprocessors(device))
 
 
-def _readable(x: torch.Tensor, device: int, stream: int) -> torch.Tensor:
-    """``x``, or a packed copy where 16-byte copies cannot read it: they want 16-byte steps and unit feature stride."""
-    strides = x.stride()
-    if strides[3] == 1 and not (x.data_ptr() & 15) | ((strides[0] | strides[1] | strides[2]) & 7):
-        return x
+def _activation(x: torch.Tensor, device: int, stream: int) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """``x`` and how it lies, or a packed copy: 16-byte copies want 16-byte steps and unit feature stride."""
+    strides = b, t, h, d = x.stride()
+    pointer = x.data_ptr()
+    if d == 1 and not (pointer & 15 or (b | t | h) & 7):
+        return x, (pointer, b, t, h)
     B, T, heads, D = x.shape
-    packed = torch.empty((B, T, heads, D), dtype=x.dtype, device=x.device)
+    packed = torch.empty(B, T, heads, D, dtype=x.dtype, device=x.device)
     if T:
-        _native.pack((x.data_ptr(), *strides), B, T, heads, packed.data_ptr(), device, stream)
-    return packed
+        _native.pack((pointer, *strides), B, T, heads, packed.data_ptr(), device, stream)
+    return packed, (packed.data_ptr(), T * heads * D, heads * D, D)
 
 
 def chunk_gated_delta_rule(call):
     """Serve a checked call; see ``atrex.chunk_gated_delta_rule``. Launches on the tensors' current stream."""
-    q, k, v, g, beta, initial = call.q, call.k, call.v, call.g, call.beta, call.initial_state
-    B, T, H, HV, N, every = call.B, call.T, call.H, call.HV, call.N, call.checkpoint_every
-    cu_seqlens, indices = call.cu_seqlens, call.state_indices
-    where = q.device
+    (
+        q, k, v, g, beta, scale, initial, output_final_state, l2norm, cu_seqlens, v_first, indices, every,
+        B, T, H, HV, _, _, N, state_dtype, _,
+    ) = call  # fmt: skip
+    where, dtype = q.device, q.dtype
     device = where.index
     stream = current_stream(device)
 
-    q, k, v = _readable(q, device, stream), _readable(k, device, stream), _readable(v, device, stream)
+    # q, k and v hold the copies, if there are any, until the launch.
+    q, q_at = _activation(q, device, stream)
+    k, k_at = _activation(k, device, stream)
+    v, v_at = _activation(v, device, stream)
     plan = _plan(B, T, HV, N, cu_seqlens is not None, device)
-    o = torch.empty((B, T, HV, 128), dtype=v.dtype, device=where)
+    # Sizes one by one take less host time than a tuple of them.
+    o = torch.empty(B, T, HV, 128, dtype=dtype, device=where)
     workspace = torch.empty(plan[-1], dtype=torch.uint8, device=where)
-    final = checkpoints = None
+    initial_at = None if initial is None else (initial.data_ptr(), *initial.stride())
+    final = final_at = checkpoints = checkpoints_at = None
+    rows = 0
     if indices is not None:
-        final = initial
-    elif call.output_final_state:
-        final = torch.empty((N, HV, 128, 128), dtype=call.state_dtype, device=where)
-    rows = B * (T // every) if every else 0
+        final, final_at = initial, initial_at
+    elif output_final_state:
+        final = torch.empty(N, HV, 128, 128, dtype=state_dtype, device=where)
+        final_at = (final.data_ptr(), HV * 128 * 128, 128 * 128, 128, 1)
     if every:
-        checkpoints = torch.empty((rows, HV, 128, 128), dtype=call.state_dtype, device=where)
+        rows = B * (T // every)
+        checkpoints = torch.empty(rows, HV, 128, 128, dtype=state_dtype, device=where)
+        checkpoints_at = (checkpoints.data_ptr(), HV * 128 * 128, 128 * 128, 128, 1)
 
     _native.forward(
         (B, T, H, HV, N),
         plan,
-        q.dtype is torch.float16,
-        call.scale,
-        call.use_qk_l2norm_in_kernel,
-        (q.data_ptr(), *q.stride()),
-        (k.data_ptr(), *k.stride()),
-        (v.data_ptr(), *v.stride()),
+        dtype is torch.float16,
+        scale,
+        l2norm,
+        q_at,
+        k_at,
+        v_at,
         (g.data_ptr(), *g.stride()),
         _DTYPES[g.dtype],
         (beta.data_ptr(), *beta.stride()),
@@ -73,18 +83,18 @@ def chunk_gated_delta_rule(call):
         o.data_ptr(),
         None if cu_seqlens is None else cu_seqlens.data_ptr(),
         cu_seqlens is not None and cu_seqlens.dtype is torch.int64,
-        None if initial is None else (initial.data_ptr(), *initial.stride()),
-        None if final is None else (final.data_ptr(), *final.stride()),
-        _DTYPES[call.state_dtype],
-        call.state_v_first,
+        initial_at,
+        final_at,
+        _DTYPES[state_dtype],
+        v_first,
         None if indices is None else indices.data_ptr(),
         indices is not None and indices.dtype is torch.int64,
         0 if indices is None else initial.shape[0],
-        None if checkpoints is None else (checkpoints.data_ptr(), *checkpoints.stride()),
+        checkpoints_at,
         every,
         rows,
         workspace.data_ptr(),
         device,
         stream,
     )
-    return o, final if call.output_final_state else None, checkpoints
+    return o, final if output_final_state else None, checkpoints
