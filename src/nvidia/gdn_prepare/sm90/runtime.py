@@ -20,28 +20,27 @@ def _gate(x: torch.Tensor) -> tuple[int, ...]:
 def gdn_prepare(call):
     """Serve a checked call; see ``atrex.gdn_prepare``. Launches on the current stream."""
     x, a, b, A_log, dt_bias, apply_l2norm, H, HV, _, V, _ = call
-    shape, strides, dtype, where = x.shape, x.stride(), x.dtype, x.device
-    device = where.index
+    shape, strides, dtype, device = x.shape, x.stride(), x.dtype, x.device.index
     columns = H * 128
     start = x.storage_offset()
-    # The cheapest ways on the host: as_strided for a slice and its unflatten, empty_strided for empty, empty_like where
-    # there is one alike. The results are no views of a common allocation: one may be changed without the others.
+    # The cheapest ways on the host: as_strided for a slice and its unflatten, new_empty of sizes one by one, empty_like
+    # where there is one alike. The results are no views of a common allocation: one may be changed without the others.
     if len(shape) == 3:
         B, T, _ = shape
         step_b, step, _ = strides
         v = x.as_strided((B, T, HV, V), (step_b, step, V, 1), start + 2 * columns)
-        g = torch.empty_strided((B, T, HV), (T * HV, HV, 1), dtype=torch.float32, device=where)
-        heads, steps, packed = (B, T, H, 128), (step_b, step, 128, 1), (T * columns, columns, 128, 1)
+        g = x.new_empty(B, T, HV, dtype=torch.float32)
+        heads, steps = (B, T, H, 128), (step_b, step, 128, 1)
     else:
         B, step_b = 1, 0
         T, _ = shape
         step, _ = strides
         v = x.as_strided((T, HV, V), (step, V, 1), start + 2 * columns)
-        g = torch.empty_strided((T, HV), (HV, 1), dtype=torch.float32, device=where)
-        heads, steps, packed = (T, H, 128), (step, 128, 1), (columns, 128, 1)
+        g = x.new_empty(T, HV, dtype=torch.float32)
+        heads, steps = (T, H, 128), (step, 128, 1)
     beta = torch.empty_like(g)
     if apply_l2norm:
-        q = torch.empty_strided(heads, packed, dtype=dtype, device=where)
+        q = x.new_empty(*heads)
         k = torch.empty_like(q)
     else:
         q, k = x.as_strided(heads, steps, start), x.as_strided(heads, steps, start + columns)
