@@ -112,9 +112,10 @@ def check(
     if beta.shape != gate_shape:
         raise wrong_shape("beta", beta, f"[B={B}, T={T}, HV={HV}]")
 
-    double = q.dtype is torch.float64
+    dtype = q.dtype
+    double = dtype is torch.float64
     inputs, gates, states = DOUBLE_DTYPES if double else SINGLE_DTYPES
-    if not (q.dtype in inputs and k.dtype in inputs and v.dtype in inputs):
+    if not (dtype in inputs and k.dtype in inputs and v.dtype in inputs):
         raise next(wrong_dtype(*item, inputs) for item in _named(q, k, v) if item[1].dtype not in inputs)
     if g.dtype not in gates:
         raise wrong_dtype("g", g, gates)
