@@ -3,8 +3,10 @@
 
 #include <cuda_runtime.h>
 
+#include <map>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace atrex::chunk_gdn {
 
@@ -32,12 +34,23 @@ class DeviceScope {
   bool changed_ = false;
 };
 
+// Lets `kernel` have `bytes` of dynamic shared memory on the current device. It keeps that leave, so the runtime is
+// asked once, not before every launch: that takes host time, and can wait for copies under way (intel/llvm#16928).
+inline void allow_shared_memory(const void* kernel, int bytes) {
+  thread_local std::map<std::pair<const void*, int>, int> allowed;  // by kernel and device
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  int& known = allowed[{kernel, device}];
+  if (bytes <= known) return;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "cudaFuncSetAttribute");
+  known = bytes;
+}
+
 // `overlap`: the kernel may start while its predecessor drains; it waits for it in the kernel (griddepcontrol.wait).
 template <class... Params, class... Args>
 void launch(void (*kernel)(Params...), int blocks, int threads, int shared_bytes, bool overlap, cudaStream_t stream,
             const Args&... args) {
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-        "cudaFuncSetAttribute");
+  allow_shared_memory(reinterpret_cast<const void*>(kernel), shared_bytes);
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
