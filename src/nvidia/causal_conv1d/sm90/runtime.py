@@ -63,7 +63,7 @@ def causal_conv1d_fn(call):
         if has_initial is None:
             initial_at = None
     elif return_final_states:
-        final = torch.empty((N, 3, C), dtype=dtype, device=where).transpose(1, 2)
+        final = torch.empty(N, 3, C, dtype=dtype, device=where).transpose(1, 2)
         final_at = (final.data_ptr(), N, 3 * C, 1, C)
     write_at = _indices(write)
     _native.prefill(

@@ -21,7 +21,7 @@ def _activation(x: torch.Tensor, device: int, stream: int) -> tuple[torch.Tensor
     b, t, h = b if B > 1 else 0, t if T > 1 else 0, h if heads > 1 else 0  # nobody steps along a dimension of one
     if d == 1 and not (pointer & 15 or (b | t | h) & 7):
         return x, (pointer, b, t, h)
-    packed = torch.empty((B, T, heads, D), dtype=x.dtype, device=x.device)
+    packed = x.new_empty(B, T, heads, D)
     if T:
         _native.pack((pointer, *strides), B, T, heads, packed.data_ptr(), device, stream)
     return packed, (packed.data_ptr(), T * heads * D, heads * D, D)
@@ -44,16 +44,15 @@ def fused_recurrent_gated_delta_rule(call):
         q, k, v, g, beta, A_log, a, b, dt_bias, scale, initial, output_final_state, l2norm, offsets, v_first, slots,
         read, accepted, padding, buffer, buffer_indices, B, T, H, HV, _, _, N, state_dtype, _,
     ) = call  # fmt: skip
-    where, dtype = q.device, q.dtype
-    device = where.index
+    dtype, device = q.dtype, q.device.index
     stream = current_stream(device)
 
     # q, k and v hold the copies, if there are any, until the launch.
     q, q_at = _activation(q, device, stream)
     k, k_at = _activation(k, device, stream)
     v, v_at = _activation(v, device, stream)
-    # empty_strided takes less host time than empty.
-    o = torch.empty_strided((B, T, HV, 128), (T * HV * 128, HV * 128, 128, 1), dtype=dtype, device=where)
+    # new_empty of sizes one by one takes the least host time.
+    o = q.new_empty(B, T, HV, 128)
 
     initial_at = a_log_at = dt_bias_at = None
     if initial is not None:
@@ -76,7 +75,7 @@ def fused_recurrent_gated_delta_rule(call):
         if len(slots_at) == 4:
             store, steps = _STORE_EACH_TOKEN, slots.shape[1]
     elif output_final_state:
-        final = torch.empty((N, HV, 128, 128), dtype=state_dtype, device=where)
+        final = q.new_empty(N, HV, 128, 128, dtype=state_dtype)
         stored_at, store = (final.data_ptr(), N, HV * 128 * 128, 0, 128 * 128), _STORE_LAST
 
     _native.forward(
