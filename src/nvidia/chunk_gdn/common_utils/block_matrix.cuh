@@ -9,8 +9,10 @@
 
 namespace atrex::chunk_gdn {
 
-// Row pitch of the float32 block matrix: 16-byte rows, and 4-row-apart lanes fall into different banks.
-inline constexpr int kPitch = kChunk + 4;
+// Row pitch of the float32 block matrix, and where it keeps a row: accesses of accumulators (eight bytes a lane, four
+// rows of four lanes at a time) and of B fragments (every other row, eight columns each) meet no bank twice.
+inline constexpr int kPitch = kChunk + 8;
+__device__ __forceinline__ int place_of_row(int row) { return row ^ (row >> 2 & 1); }
 
 // A fragment (16 x 8, tf32) out of an accumulator tile. The reduction index is permuted (t -> 2t, t + 4 -> 2t + 1),
 // which load_b answers by reading its rows in the same order.
@@ -22,13 +24,13 @@ __device__ __forceinline__ void accumulator_to_a(uint32_t* a, const float* d) {
 }
 __device__ __forceinline__ void load_b(uint32_t* b, const float (*rows)[kPitch], int row, int column) {
   const int group = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  b[0] = to_tf32(rows[row + 2 * t][column + group]);
-  b[1] = to_tf32(rows[row + 2 * t + 1][column + group]);
+  b[0] = to_tf32(rows[row + place_of_row(2 * t)][column + group]);
+  b[1] = to_tf32(rows[row + place_of_row(2 * t + 1)][column + group]);
 }
 __device__ __forceinline__ void store_accumulator(float (*rows)[kPitch], int row, int column, const float* d) {
   const int group = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  *reinterpret_cast<float2*>(&rows[row + group][column + 2 * t]) = {d[0], d[1]};
-  *reinterpret_cast<float2*>(&rows[row + group + 8][column + 2 * t]) = {d[2], d[3]};
+  *reinterpret_cast<float2*>(&rows[row + place_of_row(group)][column + 2 * t]) = {d[0], d[1]};
+  *reinterpret_cast<float2*>(&rows[row + 8 + place_of_row(group)][column + 2 * t]) = {d[2], d[3]};
 }
 
 // Inverse of the warp's 16x16 unit lower diagonal block, in place: two 8x8 blocks by forward substitution in float32,
@@ -42,7 +44,7 @@ __device__ __forceinline__ void invert_diagonal(float (*rows)[kPitch], int first
     float row[8];
 #pragma unroll
     for (int j = 0; j < i; j += 4) {
-      *reinterpret_cast<float4*>(row + j) = *reinterpret_cast<const float4*>(&rows[block + i][block + j]);
+      *reinterpret_cast<float4*>(row + j) = *reinterpret_cast<const float4*>(&rows[block + place_of_row(i)][block + j]);
     }
     x[i] = i == column ? 1.f : 0.f;
 #pragma unroll
@@ -51,11 +53,11 @@ __device__ __forceinline__ void invert_diagonal(float (*rows)[kPitch], int first
   __syncwarp();
   if (lane < 16) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) rows[block + i][block + column] = x[i];
+    for (int i = 0; i < 8; ++i) rows[block + place_of_row(i)][block + column] = x[i];
   }
   __syncwarp();
   // Rows 8..15 of the products stay empty: these blocks have eight rows.
-  const float2 x22 = *reinterpret_cast<const float2*>(&rows[first + 8 + group][first + 8 + 2 * t]);
+  const float2 x22 = *reinterpret_cast<const float2*>(&rows[first + 8 + place_of_row(group)][first + 8 + 2 * t]);
   const uint32_t a[4] = {to_tf32(-x22.x), 0, to_tf32(-x22.y), 0};
   uint32_t b[2], left[4];
   float product[4] = {};
@@ -66,7 +68,7 @@ __device__ __forceinline__ void invert_diagonal(float (*rows)[kPitch], int first
   load_b(b, rows, first, first);
   mma_tf32(x21, left, b);
   __syncwarp();
-  *reinterpret_cast<float2*>(&rows[first + 8 + group][first + 2 * t]) = {x21[0], x21[1]};
+  *reinterpret_cast<float2*>(&rows[first + 8 + place_of_row(group)][first + 2 * t]) = {x21[0], x21[1]};
   __syncwarp();
 }
 
@@ -76,8 +78,8 @@ __device__ __forceinline__ void load_negative_diagonal(uint32_t (&diagonal)[2][4
 #pragma unroll
   for (int step = 0; step < 2; ++step) {
     const int column = 16 * warp + 8 * step + 2 * t;
-    const float2 upper = *reinterpret_cast<const float2*>(&rows[16 * warp + group][column]);
-    const float2 lower = *reinterpret_cast<const float2*>(&rows[16 * warp + group + 8][column]);
+    const float2 upper = *reinterpret_cast<const float2*>(&rows[16 * warp + place_of_row(group)][column]);
+    const float2 lower = *reinterpret_cast<const float2*>(&rows[16 * warp + 8 + place_of_row(group)][column]);
     const float negative[4] = {-upper.x, -upper.y, -lower.x, -lower.y};
     accumulator_to_a(diagonal[step], negative);
   }

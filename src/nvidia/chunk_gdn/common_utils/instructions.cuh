@@ -44,7 +44,7 @@ __device__ __forceinline__ void grid_launch_dependents() { asm volatile("griddep
 
 __device__ __forceinline__ uint32_t to_tf32(float value) {
   uint32_t rounded;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(value));
+  asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(value));
   return rounded;
 }
 // d[16 x 8] += a[16 x 8] b[8 x 8]

@@ -48,7 +48,7 @@ __device__ __forceinline__ void invert(int warp, float (*blocks)[kPitch], uint32
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int row = group + e % 2 * 8, column = e / 2 * 8 + 2 * t;
-        const float2 x = *reinterpret_cast<float2*>(&blocks[16 * warp + row][16 * warp + column]);
+        const float2 x = *reinterpret_cast<float2*>(&blocks[16 * warp + place_of_row(row)][16 * warp + column]);
         fragment[e] = pack2<T>(row > column ? x.x : 0.f, row > column + 1 ? x.y : 0.f);
       }
     }
