@@ -195,10 +195,12 @@ __device__ __forceinline__ void multiply(float (&qk)[32], float (&kk)[32], const
   tie(kk);
 }
 
-// Clears this block's share of [begin, end) bytes; both multiples of 16.
+// The inverse warpgroups of all blocks, which have to wait at first: a thread's share of clearing [begin, end) bytes,
+// both multiples of 16.
 __device__ __forceinline__ void clear_share(void* data, int64_t begin, int64_t end) {
-  const int64_t step = int64_t(gridDim.x) * kThreads * 16;
-  for (int64_t at = begin + (int64_t(blockIdx.x) * kThreads + threadIdx.x) * 16; at < end; at += step) {
+  const int64_t step = int64_t(gridDim.x) * kTeams * 128 * 16;
+  const int64_t share = (int64_t(blockIdx.x) * kTeams + threadIdx.x / kTeamThreads) * 128 + threadIdx.x % 128;
+  for (int64_t at = begin + share * 16; at < end; at += step) {
     *reinterpret_cast<uint4*>(static_cast<char*>(data) + at) = uint4{};
   }
 }
@@ -221,10 +223,21 @@ __device__ __forceinline__ void prepare(const Problem& p, const CUtensorMap& map
   const bool elected = threadIdx.x % 128 == 0;
   const int items = visited_items(p);
   const int first = blockIdx.x * kTeams + warpgroup / 2, stride = gridDim.x * kTeams;
-  grid_wait();  // the counters are zero
-  grid_launch_dependents();
   auto* ready = reinterpret_cast<uint32_t*>(p.workspace + p.offsets.ready);
 
+  // The first warp of the systems warpgroup, which has least to do, looks items up: that takes loads one after the
+  // other. So the first item is looked up while the block gets ready.
+  auto look_up = [&](int index, int place) {
+    if (warpgroup % 2 == 1 && warp == 0 && index < items) {
+      const Item item = find_item(p, index);
+      if (threadIdx.x % 32 == 0) smem.items[place] = item;
+    }
+  };
+  if (warpgroup == 0 && warp == 1 && elect_one()) {
+    prefetch_map(&map_k);
+    prefetch_map(&map_q);
+  }
+  look_up(first, 0);
   if (threadIdx.x % kTeamThreads == 0) {
     mbarrier_init(&smem.item_full, 1 + 128);  // the loads and the systems warpgroup, which shares the gates
     for (int buffer = 0; buffer < 2; ++buffer) {
@@ -237,8 +250,10 @@ __device__ __forceinline__ void prepare(const Problem& p, const CUtensorMap& map
     reinterpret_cast<uint4*>(&smem.inverse)[i] = uint4{};
   }
   fence_async_proxy();
-  if (p.cu_seqlens != nullptr) clear_unused(p, clear_share);
+  grid_wait();  // the counters are zero
+  grid_launch_dependents();
   __syncthreads();
+  if (p.cu_seqlens != nullptr && warpgroup % 2 == 0) clear_unused(p, clear_share);
   if (first >= items) return;
 
   if (warpgroup % 2 == 0) {
@@ -265,17 +280,8 @@ __device__ __forceinline__ void prepare(const Problem& p, const CUtensorMap& map
     }
   } else {
     // ================ Systems warpgroup
-    // The first warp, which has least to do, looks items up: that takes loads one after the other.
-    auto look_up = [&](int index, int place) {
-      if (warp == 0 && index < items) {
-        const Item item = find_item(p, index);
-        if (threadIdx.x % 32 == 0) smem.items[place] = item;
-      }
-    };
-    look_up(first, 0);
-    look_up(first + stride, 1);
-    named_barrier_sync(barrier_id(kSystemsBarrier), 128);
     complete_item(warp, p, smem, fetch_item(warp, p, smem, map_k, map_q, smem.items[0]), 0);
+    look_up(first + stride, 1);
     int count = 0;  // systems written
     uint32_t parity = 0;
     int place = 0;

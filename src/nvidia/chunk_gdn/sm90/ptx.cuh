@@ -76,6 +76,9 @@ __device__ __forceinline__ void load_panels(void* to, const CUtensorMap* map, in
       "l"(map), "r"(0), "r"(token), "r"(panel), "r"(head), "r"(batch), "r"(smem_address(barrier))
       : "memory");
 }
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
 __device__ __forceinline__ void load_bulk(void* to, const void* from, int bytes, uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem_address(to)),
