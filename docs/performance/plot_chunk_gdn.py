@@ -1,7 +1,7 @@
 """Draws chunk_gdn_sm90.svg from the measured chunk_gdn_sm90.jsonl; needs matplotlib.
 
-A line of the measurements: peer, shape (q/k heads, v heads, tokens in all, sequences), CUDA-graph time and, where it
-was taken, eager time, ms.
+A line of the measurements: peer, gate regime (the plot shows "mixed"), shape (q/k heads, v heads, tokens in all,
+sequences), CUDA-graph time and, where it was taken, eager time, ms.
 """
 
 import json
@@ -17,13 +17,14 @@ HERE = Path(__file__).parent
 PEERS = {"atrex": "#1f6f54", "flashinfer": "#b5651d", "fla": "#8a8d91"}
 NAMES = {
     "atrex": "atrex",
-    "flashinfer": "FlashInfer 0.6.18.post1, another H200",
-    "fla": "FLA 0.6.0",
+    "flashinfer": "FlashInfer 0.6.18.post1",
+    "fla": "FLA 0.6.0, another H200",
 }
 
 
 def main():
     lines = [json.loads(line) for line in (HERE / "chunk_gdn_sm90.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if line["gates"] == "mixed"]
     times = {(line["peer"], tuple(line["shape"])): line["graph_ms"] for line in lines}
     shapes = [tuple(line["shape"]) for line in lines if line["peer"] == "atrex"]
     figure, axes = plt.subplots(figsize=(9, 4.2), layout="constrained")
