@@ -46,21 +46,29 @@ inline void allow_shared_memory(const void* kernel, int bytes) {
   known = bytes;
 }
 
+struct Grid {
+  int blocks, threads, shared_bytes;
+  // Blocks of a cluster. To ask for clusters of one is not the same as to ask for none: the blocks land on other
+  // multiprocessors, which a long scan beside its preparation likes better (docs/performance/chunk_gdn_sm90.md, 51).
+  int cluster = 1;
+};
+
 // `overlap`: the kernel may start while its predecessor drains; it waits for it in the kernel (griddepcontrol.wait).
 template <class... Params, class... Args>
-void launch(void (*kernel)(Params...), int blocks, int threads, int shared_bytes, bool overlap, cudaStream_t stream,
-            const Args&... args) {
-  allow_shared_memory(reinterpret_cast<const void*>(kernel), shared_bytes);
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+void launch(void (*kernel)(Params...), const Grid& grid, bool overlap, cudaStream_t stream, const Args&... args) {
+  allow_shared_memory(reinterpret_cast<const void*>(kernel), grid.shared_bytes);
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {unsigned(grid.cluster), 1, 1};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared_bytes;
+  config.gridDim = dim3(grid.blocks);
+  config.blockDim = dim3(grid.threads);
+  config.dynamicSmemBytes = grid.shared_bytes;
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = overlap ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = overlap ? 2 : 1;
   check(cudaLaunchKernelEx(&config, kernel, args...), "kernel launch");
 }
 

@@ -34,7 +34,7 @@ void pack(const PackedCopy& copy, int device, cudaStream_t stream) {
   const DeviceScope scope(device);
   const int64_t rows = int64_t(copy.batch) * copy.tokens * copy.heads;
   const int64_t blocks = (rows + kRowsPerBlock - 1) / kRowsPerBlock;
-  launch(atrex_chunk_gdn_pack, int(blocks < 4096 ? blocks : 4096), kThreads, 0, /*overlap=*/false, stream, copy);
+  launch(atrex_chunk_gdn_pack, {int(blocks < 4096 ? blocks : 4096), kThreads, 0}, /*overlap=*/false, stream, copy);
 }
 
 }  // namespace atrex::chunk_gdn

@@ -232,7 +232,7 @@ void launch_prepare(const Problem& p, bool fp16, cudaStream_t stream) {
   const int items = p.slots * p.heads * item_parts(p.heads, p.value_heads);
   const int blocks = items + (p.cu_seqlens != nullptr ? kClearBlocks : 0);
   auto* kernel = fp16 ? atrex_chunk_gdn_prepare_fp16 : atrex_chunk_gdn_prepare_bf16;
-  launch(kernel, blocks, kThreads, sizeof(Memory), /*overlap=*/false, stream, p);
+  launch(kernel, {blocks, kThreads, sizeof(Memory)}, /*overlap=*/false, stream, p);
 }
 
 }  // namespace atrex::chunk_gdn

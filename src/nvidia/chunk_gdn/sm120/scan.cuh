@@ -360,12 +360,13 @@ struct ScanKernels {
 inline void launch_scan(const Problem& p, int warps, cudaStream_t stream, const ScanKernels& kernels) {
   const int heads = p.sequences * p.value_heads;
   if (p.segments > 1) {
-    launch(kernels.transfer, heads * (2 * p.segments - 3) * 2, 128, kScanBytes<Pass::kTransfer>, /*overlap=*/true,
+    launch(kernels.transfer, {heads * (2 * p.segments - 3) * 2, 128, kScanBytes<Pass::kTransfer>}, /*overlap=*/true,
            stream, p);
   }
   // Without tokens nothing of this operator runs before it, and a foreign kernel may let it start too early.
-  launch(warps == 4 ? kernels.outputs_4 : kernels.outputs_8, heads * p.segments * (kSlices / warps), warps * 32,
-         kScanBytes<Pass::kOutputs>, /*overlap=*/p.tokens > 0, stream, p);
+  launch(warps == 4 ? kernels.outputs_4 : kernels.outputs_8,
+         {heads * p.segments * (kSlices / warps), warps * 32, kScanBytes<Pass::kOutputs>}, /*overlap=*/p.tokens > 0,
+         stream, p);
 }
 
 }  // namespace atrex::chunk_gdn

@@ -372,10 +372,10 @@ void launch_prepare(const Problem& p, bool fp16, int blocks, const CUtensorMap& 
   if (p.overlap) {
     auto* ready = reinterpret_cast<uint32_t*>(p.workspace + p.offsets.ready);
     const int items = p.slots * p.heads * item_parts(p.heads, p.value_heads);
-    launch(atrex_chunk_gdn_reset, 8, kThreads, 0, /*overlap=*/false, stream, ready, items);
+    launch(atrex_chunk_gdn_reset, {8, kThreads, 0}, /*overlap=*/false, stream, ready, items);
   }
   auto* kernel = fp16 ? atrex_chunk_gdn_prepare_fp16 : atrex_chunk_gdn_prepare_bf16;
-  launch(kernel, blocks, kThreads, kTeams * sizeof(TeamMemory<__half>), p.overlap, stream, p, map_k, map_q);
+  launch(kernel, {blocks, kThreads, kTeams * sizeof(TeamMemory<__half>)}, p.overlap, stream, p, map_k, map_q);
 }
 
 }  // namespace atrex::chunk_gdn

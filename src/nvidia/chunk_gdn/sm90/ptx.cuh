@@ -65,6 +65,31 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// ---- clusters -----------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ int cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return int(rank);
+}
+__device__ __forceinline__ int cluster_size() {
+  uint32_t size;
+  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return int(size);
+}
+// All blocks of the cluster have come here. Orders no memory: of barriers, mbarrier_init_fence does.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Arrives at another block's barrier. Relaxed, since a release would wait for all memory: it publishes nothing.
+__device__ __forceinline__ void mbarrier_arrive_at(uint64_t* barrier, int rank) {
+  asm volatile(
+      "{.reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [remote];}" ::"r"(smem_address(barrier)),
+      "r"(rank)
+      : "memory");
+}
+
 // ---- copies -------------------------------------------------------------------------------------------------------
 
 // Panels of 64 features of a chunk's tokens.
@@ -74,6 +99,15 @@ __device__ __forceinline__ void load_panels(void* to, const CUtensorMap* map, in
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
       " [%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(smem_address(to)),
       "l"(map), "r"(0), "r"(token), "r"(panel), "r"(head), "r"(batch), "r"(smem_address(barrier))
+      : "memory");
+}
+// The same for every block of a cluster of two, each at the same place and at its own barrier.
+__device__ __forceinline__ void load_panels_for_both(void* to, const CUtensorMap* map, int panel, int head, int token,
+                                                     int batch, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(smem_address(to)),
+      "l"(map), "r"(0), "r"(token), "r"(panel), "r"(head), "r"(batch), "r"(smem_address(barrier)), "h"(uint16_t{3})
       : "memory");
 }
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {

@@ -2,12 +2,15 @@
 //
 // A block serves one work item after the other, a slice or two of one head of one sequence. Its load warp keeps three
 // stages of tiles in flight, across items too; a warp watches the loads for the state warps; store warps hand whole
-// tiles of outputs to the copy engine.
+// tiles of outputs to the copy engine. Two blocks that serve neighbouring v-heads of one q/k head make a cluster: one
+// loads K for both, the other Q. They take the same items of the same sequences, so they fill the same stages.
 //
 // Context parallelism cuts a sequence into segments. The transfer pass finds, for every segment but the last, what it
 // does to a state, S_out = M S_in + N: N by a scan from zero (segment 0: from the initial state), M by a scan from the
 // identity with v = 0. The scan then starts every segment at its own state, so the result is the serial one.
 #pragma once
+
+#include <algorithm>
 
 #include "launch.h"
 #include "walk.cuh"
@@ -59,6 +62,7 @@ template <class T, int kWarpgroups, Pass kPass>
 __device__ __forceinline__ void load_chunks(const Problem& p, const ScanMaps& maps, ScanMemory<T, kWarpgroups>& smem,
                                             const Work& work, const Span& span, Ring& stage, bool begins) {
   constexpr bool kOutputs = kPass != Pass::kTransfer;
+  constexpr bool kShared = kOutputs && kWarpgroups == 2;  // blocks of one slice gain nothing by it
   const int lane = threadIdx.x % 32;
   const Sequence& seq = span.sequence;
   if (kOutputs && work.segment > 1) named_barrier_sync(kTransfersDoneBarrier, 128 * kWarpgroups + 32);
@@ -78,19 +82,40 @@ __device__ __forceinline__ void load_chunks(const Problem& p, const ScanMaps& ma
   if (kOutputs) bytes += kPanels * kTileElements * 2 + sizeof(PackedTile);
   if (!work.identity) bytes += kWarpgroups * kTileElements * 2;
 
-  // Announces all bytes of a chunk on its stage's full barrier and asks for what the preparation does not write.
-  auto load_inputs = [&](int chunk, int index) {
-    if (!elect_one()) return;
-    auto& to = smem.stages[index];
-    uint64_t* full = &smem.tiles_full[index];
+  const bool paired = kShared && cluster_size() == 2;
+  const int rank = cluster_rank();
+
+  // Announces all bytes of a chunk on its stage's full barrier and asks for what the preparation does not write. What
+  // a pair shares, it asks for once the stage is empty in both blocks.
+  auto load_inputs = [&](int chunk, const Ring& at) {
+    auto& to = smem.stages[at.index];
+    uint64_t* full = &smem.tiles_full[at.index];
     const int token = seq.start + chunk * kChunk;
-    mbarrier_expect(full, bytes);
-    load_panels(to.k, &maps.k, 0, head, token, seq.batch, full);
-    if (kOutputs) load_panels(to.q, &maps.q, 0, head, token, seq.batch, full);
-    if (!work.identity) {
-      for (int slice = 0; slice < kWarpgroups; ++slice) {
-        load_panels(to.v[slice], &maps.v, work.slice + slice, work.value_head, token, seq.batch, full);
+    if (elect_one()) {
+      mbarrier_expect(full, bytes);
+      if (paired) {
+        mbarrier_arrive_at(&smem.peer_empty[at.index], rank ^ 1);
+      } else {
+        load_panels(to.k, &maps.k, 0, head, token, seq.batch, full);
+        if (kOutputs) load_panels(to.q, &maps.q, 0, head, token, seq.batch, full);
       }
+      if (!work.identity) {
+        for (int slice = 0; slice < kWarpgroups; ++slice) {
+          load_panels(to.v[slice], &maps.v, work.slice + slice, work.value_head, token, seq.batch, full);
+        }
+      }
+    }
+    __syncwarp();
+    if (paired) {
+      mbarrier_wait(&smem.peer_empty[at.index], at.round);
+      if (elect_one()) {
+        if (rank == 0) {
+          load_panels_for_both(to.k, &maps.k, 0, head, token, seq.batch, full);
+        } else {
+          load_panels_for_both(to.q, &maps.q, 0, head, token, seq.batch, full);
+        }
+      }
+      __syncwarp();
     }
   };
   auto load_prepared = [&](int chunk, int index) {
@@ -114,12 +139,13 @@ __device__ __forceinline__ void load_chunks(const Problem& p, const ScanMaps& ma
 
   // The block's first inputs come while the preparation still runs.
   const int early = begins ? min(span.end, span.first + kStages) : span.first;
-  for (int chunk = span.first; chunk < early; ++chunk) load_inputs(chunk, chunk - span.first);
+  Ring ahead = stage;
+  for (int chunk = span.first; chunk < early; ++chunk, ahead.advance()) load_inputs(chunk, ahead);
   if (begins && !p.overlap) grid_wait();
   for (int chunk = span.first; chunk < span.end; ++chunk, stage.advance()) {
     if (chunk >= early) {
       mbarrier_wait(&smem.tiles_empty[stage.index], stage.round ^ 1);
-      load_inputs(chunk, stage.index);
+      load_inputs(chunk, stage);
     }
     load_prepared(chunk, stage.index);
   }
@@ -189,6 +215,7 @@ __device__ __forceinline__ void scan(const Problem& p, const ScanMaps& maps, int
   if (threadIdx.x == 0) {
     for (auto& barrier : smem.tiles_full) mbarrier_init(&barrier, 1);
     for (auto& barrier : smem.tiles_empty) mbarrier_init(&barrier, 4 * kWarpgroups * kReleasingLanes);
+    for (auto& barrier : smem.peer_empty) mbarrier_init(&barrier, 1);
     for (auto& barrier : smem.out_full) mbarrier_init(&barrier, 4);
     for (auto& barrier : smem.transfer_full) mbarrier_init(&barrier, 1);
     mbarrier_init_fence();
@@ -201,6 +228,7 @@ __device__ __forceinline__ void scan(const Problem& p, const ScanMaps& maps, int
   }
   fence_async_proxy();
   __syncthreads();
+  cluster_sync();  // no block arrives at another's barriers, or fills its stages, before these are ready
 
   if (warp >= Threads::kState / 32) {
     if constexpr (kWarpgroups == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
@@ -247,10 +275,11 @@ struct ScanKernels {
 // Early behind the operator's own kernels alone: without tokens there are none, and whoever wrote the states may be at
 // it.
 template <class T, int kWarpgroups>
-void launch_pass(ScanKernel kernel, const Problem& p, int works, int blocks, const ScanMaps& maps,
+void launch_pass(ScanKernel kernel, const Problem& p, int works, int blocks, int cluster, const ScanMaps& maps,
                  cudaStream_t stream) {
-  launch(kernel, works < blocks ? works : blocks, ScanThreads<kWarpgroups>::kBlock, sizeof(ScanMemory<T, kWarpgroups>),
-         /*overlap=*/p.tokens > 0, stream, p, maps, works);
+  const Grid grid = {std::min(works, blocks / cluster * cluster), ScanThreads<kWarpgroups>::kBlock,
+                     sizeof(ScanMemory<T, kWarpgroups>), cluster};
+  launch(kernel, grid, /*overlap=*/p.tokens > 0, stream, p, maps, works);
 }
 
 template <class T>
@@ -259,15 +288,16 @@ void launch_scan(const Problem& p, int warpgroups, int blocks, const ScanMaps& m
   const int heads = p.sequences * p.value_heads;
   if (p.segments > 1) {  // every segment's block is its own
     const int transfers = heads * (2 * p.segments - 3);
-    launch_pass<T, 2>(kernels.transfer, p, transfers, transfers, maps, stream);
+    launch_pass<T, 2>(kernels.transfer, p, transfers, transfers, 1, maps, stream);
     blocks = heads * p.segments * 2;
   }
   if (warpgroups == 1) {
     launch_pass<T, 1>(p.checkpoint_chunks ? kernels.checkpoints_1 : kernels.outputs_1, p, heads * p.segments * 2,
-                      blocks, maps, stream);
+                      blocks, 1, maps, stream);
   } else {
+    const int cluster = p.value_heads / p.heads % 2 == 0 ? 2 : 1;
     launch_pass<T, 2>(p.checkpoint_chunks ? kernels.checkpoints_2 : kernels.outputs_2, p, heads * p.segments, blocks,
-                      maps, stream);
+                      cluster, maps, stream);
   }
 }
 

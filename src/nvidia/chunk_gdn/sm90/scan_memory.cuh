@@ -29,9 +29,9 @@ __device__ __forceinline__ Work work_at(const Problem& p, int index) {
     constexpr int kBlocks = kHeadDim / (kSliceRows * kWarpgroups);
     const int slice = rest % kBlocks * kWarpgroups;
     rest /= kBlocks;
-    const int segment = rest % p.segments;
-    rest /= p.segments;
-    return {rest / p.value_heads, rest % p.value_heads, segment, slice, false};
+    const int value_head = rest % p.value_heads;  // neighbours in a cluster
+    rest /= p.value_heads;
+    return {rest / p.segments, value_head, rest % p.segments, slice, false};
   }
 }
 
@@ -63,6 +63,7 @@ struct alignas(1024) ScanMemory {
   T out[kWarpgroups][kTileElements];
   TileStage tiles[kStages];
   uint64_t tiles_full[kStages], tiles_empty[kStages];
+  uint64_t peer_empty[kStages];  // the cluster's other block is ready for the stage's next fill
   uint64_t out_full[kWarpgroups];
   uint64_t transfer_full[2];
 };
