@@ -23,7 +23,7 @@ def plan_of(case):
     from atrex.kernels.nvidia.chunk_gdn.sm120 import runtime
 
     B, T, N = case.sizes
-    _, segments, warps, _ = runtime._plan(B, T, case.HV, N, case.packed, DEVICE.index)
+    _, segments, warps, _ = runtime._plan(B, T, case.H, case.HV, N, case.packed, DEVICE.index)
     return f"{'segments ' if segments > 1 else ''}{16 * warps}"
 
 

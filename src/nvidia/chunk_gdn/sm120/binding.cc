@@ -11,7 +11,8 @@ Plan plan_of(const py::tuple& plan) {
 }  // namespace
 
 PYBIND11_MODULE(_native, m) {
-  m.def("plan", [](int batch, int tokens, int value_heads, int sequences, bool packed, int multiprocessors) {
+  // Called as every target's plan(): the heads of q and k do not matter to this one.
+  m.def("plan", [](int batch, int tokens, int, int value_heads, int sequences, bool packed, int multiprocessors) {
     const Plan plan = make_plan(batch, tokens, value_heads, sequences, packed, multiprocessors);
     return py::make_tuple(plan.slots, plan.segments, plan.warps, plan.workspace_bytes);
   });

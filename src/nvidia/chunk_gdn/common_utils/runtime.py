@@ -1,4 +1,4 @@
-"""Chunked gated delta rule on Hopper (sm_90a): allocates, describes the tensors to the kernels, launches."""
+"""Chunked gated delta rule on NVIDIA GPUs: allocates, describes the tensors to a target's kernels, launches them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _plan(B: int, T: int, H: int, HV: int, N: int, packed: bool, device: int) ->
 
 
 def _activation(x: torch.Tensor, device: int, stream: int) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """``x`` and how it lies, or a packed copy: the copy engine wants 16-byte steps and unit feature stride."""
+    """``x`` and how it lies, or a packed copy: kernels want unit feature stride and 16-byte steps, never of zero."""
     strides = b, t, h, d = x.stride()
     pointer = x.data_ptr()
     if d == 1 and b and t and h and not (pointer & 15 or (b | t | h) & 7):
